@@ -1,0 +1,25 @@
+"""attnquant: Gemma 3 for MAX, every projection a theta bundle, in bf16 or NVFP4.
+
+`max serve --custom-architectures attnquant` imports this module and registers `ARCHITECTURES`,
+which is resolved on first access so that importing attnquant stays cheap.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from max.pipelines.lib import SupportedArchitecture
+
+    ARCHITECTURES: list[SupportedArchitecture]
+
+__version__ = "0.1.0"
+__all__ = ["ARCHITECTURES", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ARCHITECTURES":
+        from attnquant.gemma3.arch import gemma3_arch
+
+        return [gemma3_arch]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
