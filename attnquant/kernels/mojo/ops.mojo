@@ -1,0 +1,100 @@
+"""Registration: what a graph can call, and which implementation serves its device."""
+
+import extensibility
+from extensibility import InputTensor, OutputTensor
+from extensibility import _MutableInputTensor as MutableInputTensor
+from max.gpu.host import DeviceContext
+
+from .codec import BLOCK, decode, encode, largest_magnitude, squared_error
+from .cpu_matmul import matmul as cpu_matmul
+
+
+@extensibility.register("attnquant_nvfp4_matmul")
+struct NVFP4Matmul:
+    """`x @ W.T` for a weight of one to three stacked parts; `bound1`, `bound2` are the rows at
+    which the second and third part begin."""
+
+    @staticmethod
+    def execute[
+        target: StaticString, bound1: Int, bound2: Int
+    ](
+        output: OutputTensor[rank=2, ...],
+        x: InputTensor[dtype=output.dtype, rank=2, ...],
+        codes: InputTensor[dtype=DType.uint8, rank=2, ...],
+        block_scales: InputTensor[dtype=DType.uint8, rank=2, ...],
+        global_scales: InputTensor[dtype=DType.float32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        cpu_matmul[output.dtype, bound1, bound2](
+            output.unsafe_ptr(),
+            x.unsafe_ptr(),
+            codes.unsafe_ptr(),
+            block_scales.unsafe_ptr(),
+            global_scales.unsafe_ptr(),
+            x.dim_size(0),
+            codes.dim_size(0),
+            x.dim_size(1),
+        )
+
+
+# What `attnquant_nvfp4_codec` is asked to do, and what it is given: as in codec.py.
+comptime LARGEST = 0
+comptime ABSMAX = 1
+comptime MSE = 2
+comptime DECODE = 3
+
+
+@extensibility.register("attnquant_nvfp4_codec")
+struct NVFP4Codec:
+    """The host codec: one operation, so that a process compiles one graph for all of it.
+
+    Each action reads and writes the buffers it needs; the others may be empty. `weight` holds the
+    bytes of a float32, float16 or bfloat16 weight, by `request`: action, float format, blocks.
+    """
+
+    @staticmethod
+    def execute(
+        codes: MutableInputTensor[dtype=DType.uint8, rank=1, ...],
+        scales: MutableInputTensor[dtype=DType.uint8, rank=1, ...],
+        values: MutableInputTensor[dtype=DType.float32, rank=1, ...],
+        statistics: MutableInputTensor[dtype=DType.float64, rank=1, ...],
+        weight: InputTensor[dtype=DType.uint8, rank=1, ...],
+        factors: InputTensor[dtype=DType.float32, rank=1, ...],
+        request: InputTensor[dtype=DType.int64, rank=1, ...],
+    ):
+        var action = Int(request[0])
+        var blocks = Int(request[2])
+        if action == DECODE:
+            decode(
+                codes.unsafe_ptr(),
+                scales.unsafe_ptr(),
+                blocks,
+                factors[0],
+                values.unsafe_ptr(),
+            )
+            return
+
+        comptime for format in range(3):
+            comptime dtype = [DType.float32, DType.float16, DType.bfloat16][format]
+            if Int(request[1]) == format:
+                var source = weight.unsafe_ptr().unsafe_bitcast[Scalar[dtype]]()
+                if action == LARGEST:
+                    largest_magnitude(source, blocks, statistics.unsafe_ptr())
+                elif action == ABSMAX or action == MSE:
+                    encode(
+                        source,
+                        blocks,
+                        factors.unsafe_ptr(),
+                        action == MSE,
+                        codes.unsafe_ptr(),
+                        scales.unsafe_ptr(),
+                    )
+                else:
+                    squared_error(
+                        source,
+                        codes.unsafe_ptr(),
+                        scales.unsafe_ptr(),
+                        blocks,
+                        factors[0],
+                        statistics.unsafe_ptr(),
+                    )
