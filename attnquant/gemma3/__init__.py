@@ -1,0 +1,1 @@
+"""Gemma 3, text: `Gemma3ForCausalLM` on the layers of `attnquant.nn`."""

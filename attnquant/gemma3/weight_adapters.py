@@ -1,0 +1,30 @@
+"""Gemma 3's checkpoints to the graph's weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from max.graph.weights import WeightData, Weights
+from max.pipelines.lib import PipelineConfig
+from max.pipelines.modeling.config_enums import supported_encoding_dtype
+
+from attnquant.decoder_shapes import DecoderShapes
+from attnquant.gemma3.model_config import graph_encoding, text_config
+from attnquant.nn.weights import decoder_weights
+from attnquant.settings import Settings
+
+
+def convert_safetensors(
+    state_dict: dict[str, Weights],
+    *,
+    huggingface_config: Any,
+    pipeline_config: PipelineConfig,
+    **_: Any,
+) -> dict[str, WeightData]:
+    """MAX's weight adapter: a safetensors checkpoint's tensors to the graph's, by name."""
+    return decoder_weights(
+        state_dict,
+        shapes=DecoderShapes.from_config(text_config(huggingface_config).to_dict()),
+        dtype=supported_encoding_dtype(graph_encoding(pipeline_config.model)),
+        settings=Settings.read(getattr(huggingface_config, "attnquant", None)),
+    )

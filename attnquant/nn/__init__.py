@@ -1,0 +1,19 @@
+"""Graph layers that every decoder shares. They know shapes, dtypes and devices, and no model."""
+
+from attnquant.nn.attention import Attention
+from attnquant.nn.decoder import DecoderLayer, RaggedDecoder
+from attnquant.nn.embedding import ScaledEmbedding, TiedHead
+from attnquant.nn.mlp import GatedMLP
+from attnquant.nn.projection import Projection
+from attnquant.nn.rotary import RotaryTable
+
+__all__ = [
+    "Attention",
+    "DecoderLayer",
+    "GatedMLP",
+    "Projection",
+    "RaggedDecoder",
+    "RotaryTable",
+    "ScaledEmbedding",
+    "TiedHead",
+]

