@@ -16,9 +16,10 @@ required here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from reprlib import repr  # shortens what a hostile config puts into a message
+from typing import Any, Literal, get_args
 
 from attnquant.errors import CheckpointError, UnsupportedError
 from attnquant.projections import ProjectionKey, Role
@@ -38,6 +39,9 @@ _ARCHITECTURE_OF_TEXT: dict[str, str] = {
     "gemma4_text": "Gemma4ForConditionalGeneration",
     "gemma4_unified_text": "Gemma4UnifiedForConditionalGeneration",
 }
+
+# A hundred times what decoders have: what a broken number must not make us build.
+_MOST_LAYERS = 10_000
 
 # Every sixth layer attends to everything, where a config says nothing else.
 _DEFAULT_PATTERN = 6
@@ -101,7 +105,7 @@ class DecoderShapes:
         """
         architecture = _architecture(config)
         family = _FAMILIES[architecture]
-        text = _Fields(config.get("text_config") or config)
+        text = _Fields(_text_config(config))
         _refuse_unsupported(text)
         hidden, heads = text.positive("hidden_size"), text.positive("num_attention_heads")
         kinds = _layer_types(text)
@@ -168,23 +172,34 @@ class _Fields:
             )
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise CheckpointError(
-                f"config.json: {name} is {value!r}, expected a whole number above 0"
+                f"config.json: {name} is {repr(value)}, expected a whole number above 0"
             )
         return value
 
 
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config")
+    if text is None:
+        return config
+    if not isinstance(text, Mapping):
+        raise CheckpointError(f"config.json: text_config is {repr(text)}, expected an object")
+    return text
+
+
 def _architecture(config: Mapping[str, Any]) -> str:
-    names = config.get("architectures") or [_ARCHITECTURE_OF_TEXT.get(config.get("model_type", ""))]
-    if not isinstance(names, Sequence) or isinstance(names, str) or names[0] is None:
+    names = config.get("architectures")
+    own = [name for text, name in _ARCHITECTURE_OF_TEXT.items() if text == config.get("model_type")]
+    if names is None and own:
+        return own[0]
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise CheckpointError(
-            f"config.json: architectures is {config.get('architectures')!r}, expected a list with "
-            f"one of {', '.join(_FAMILIES)}"
+            f"config.json: architectures is {repr(names)}, expected a list with one of "
+            f"{', '.join(_FAMILIES)}"
         )
-    for name in names:
-        if name in _FAMILIES:
-            return cast(str, name)
+    if served := [name for name in _FAMILIES if name in names]:
+        return served[0]
     raise UnsupportedError(
-        f"config.json: architectures is {list(names)}, attnquant serves {', '.join(_FAMILIES)}"
+        f"config.json: architectures is {repr(names)}, attnquant serves {', '.join(_FAMILIES)}"
     )
 
 
@@ -193,12 +208,16 @@ def _refuse_unsupported(text: _Fields) -> None:
         value = text.get(name, off)
         if value != off:
             raise UnsupportedError(
-                f"config.json: {name} is {value!r}; attnquant does not serve {feature}"
+                f"config.json: {name} is {repr(value)}; attnquant does not serve {feature}"
             )
 
 
 def _layer_types(text: _Fields) -> tuple[LayerType, ...]:
     count = text.positive("num_hidden_layers")
+    if count > _MOST_LAYERS:
+        raise CheckpointError(
+            f"config.json: num_hidden_layers is {count}, expected at most {_MOST_LAYERS}"
+        )
     kinds = text.get("layer_types", None)
     if kinds is None:
         pattern = text.positive("sliding_window_pattern", _DEFAULT_PATTERN)
@@ -207,14 +226,16 @@ def _layer_types(text: _Fields) -> tuple[LayerType, ...]:
             for index in range(count)
         ]
     allowed = get_args(LayerType)
-    if not isinstance(kinds, Sequence) or len(kinds) != count:
+    if not isinstance(kinds, list) or len(kinds) != count:
+        found = f"has {len(kinds)} entries" if isinstance(kinds, list) else f"is {repr(kinds)}"
         raise CheckpointError(
-            f"config.json: layer_types is {kinds!r}, expected num_hidden_layers = {count} entries"
+            f"config.json: layer_types {found}, expected a list of num_hidden_layers = {count}"
         )
     for index, kind in enumerate(kinds):
         if kind not in allowed:
             raise CheckpointError(
-                f"config.json: layer_types[{index}] is {kind!r}, expected {' or '.join(allowed)}"
+                f"config.json: layer_types[{index}] is {repr(kind)}, expected "
+                f"{' or '.join(allowed)}"
             )
     return tuple(kinds)
 
@@ -270,6 +291,6 @@ def _tied(config: Mapping[str, Any], text: _Fields) -> bool:
         value = text.get("tie_word_embeddings", True)
     if not isinstance(value, bool):
         raise CheckpointError(
-            f"config.json: tie_word_embeddings is {value!r}, expected true or false"
+            f"config.json: tie_word_embeddings is {repr(value)}, expected true or false"
         )
     return value

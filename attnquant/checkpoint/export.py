@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 import attnquant
@@ -28,13 +29,13 @@ from attnquant.checkpoint.checkpoint import (
     Checkpoint,
     contained,
 )
-from attnquant.checkpoint.json_file import quote
 from attnquant.checkpoint.nvfp4_layouts import (
     StoredWeight,
     modelopt_specs,
     modelopt_tensors,
-    stored_weights,
 )
+from attnquant.checkpoint.safetensors import where
+from attnquant.checkpoint.verify import verify_decoder
 from attnquant.checkpoint.writer import SHARD_BYTES, Content, TensorGroup, write_checkpoint
 from attnquant.decoder_shapes import DecoderShapes
 from attnquant.errors import CheckpointError
@@ -71,6 +72,7 @@ def export_nvfp4(
     target: str | os.PathLike[str],
     *,
     encode: Encode,
+    largest_magnitude: Callable[..., float | np.float32] = largest_magnitude,
     recipe: Mapping[str, Any],
     ignore: Collection[str] = (),
     shard_bytes: int = SHARD_BYTES,
@@ -81,7 +83,8 @@ def export_nvfp4(
     Args:
         source: a dense checkpoint's directory; it is only read.
         target: the new directory.
-        encode: the encoder.
+        encode: the encoder, of `attnquant.kernels.codec` for speed.
+        largest_magnitude: likewise, `attnquant.nvfp4.reference.largest_magnitude` or its equal.
         recipe: what else decides the encoder's output (how scales are chosen), so that a killed
             export is resumed only by an equal one.
         ignore: patterns of projections that stay as they are.
@@ -95,17 +98,20 @@ def export_nvfp4(
         UnsupportedError: attnquant does not serve this architecture.
     """
     checkpoint = Checkpoint.open(source)
-    stored = stored_weights(checkpoint.tensors, checkpoint.config, checkpoint.hf_quant_config)
+    shapes = DecoderShapes.from_config(checkpoint.config)
+    stored = verify_decoder(checkpoint, shapes)
     for weight in stored.values():
         if weight.is_nvfp4:
             raise CheckpointError(
-                f"{quote(checkpoint.directory)}: tensor {quote(weight.names[0])}: found NVFP4, "
+                f"{where(weight.names[0], checkpoint.info(weight.names[0]))}: found NVFP4, "
                 "expected a dense weight; this checkpoint can be served as it is"
             )
-    shapes = DecoderShapes.from_config(checkpoint.config).projections
-    coverage = Coverage.of(shapes, ignore=ignore, source="--ignore")
-    _check_shapes(checkpoint, stored, shapes)
-    groups = list(_groups(checkpoint, stored, coverage, encode))
+    coverage = Coverage.of(shapes.projections, ignore=ignore, source="--ignore")
+    groups = list(
+        _groups(
+            checkpoint, stored, coverage, partial(_encoded, checkpoint, encode, largest_magnitude)
+        )
+    )
     ignored = _ignored_modules(checkpoint.tensors, stored, coverage)
     write_checkpoint(
         Path(target),
@@ -122,30 +128,11 @@ def export_nvfp4(
     )
 
 
-def _check_shapes(
-    checkpoint: Checkpoint,
-    stored: Mapping[str, StoredWeight],
-    shapes: Mapping[ProjectionKey, tuple[int, int]],
-) -> None:
-    for key, shape in shapes.items():
-        if key.module not in stored:
-            raise CheckpointError(
-                f"{quote(checkpoint.directory)}: {key.module} is absent, expected a weight "
-                f"{list(shape)} as config.json implies; download the checkpoint again"
-            )
-        if stored[key.module].shape != shape:
-            raise CheckpointError(
-                f"{quote(checkpoint.directory)}: tensor {quote(stored[key.module].names[0])}: "
-                f"found shape {list(stored[key.module].shape)}, config.json implies {list(shape)}; "
-                "download the checkpoint again"
-            )
-
-
 def _groups(
     checkpoint: Checkpoint,
     stored: Mapping[str, StoredWeight],
     coverage: Coverage,
-    encode: Encode,
+    encoded: Callable[[tuple[StoredWeight, ...]], Iterator[tuple[str, NDArray[Any]]]],
 ) -> Iterator[TensorGroup]:
     """The export's tensors in the order of the source's, each group where its first member lay."""
     group_of: dict[str, tuple[StoredWeight, ...]] = {}
@@ -167,14 +154,17 @@ def _groups(
                         for member in members
                         for tensor, spec in modelopt_specs(member.module, member.shape).items()
                     },
-                    make=partial(_encoded, checkpoint, members, encode),
+                    make=partial(encoded, members),
                 )
         else:
             yield TensorGroup(specs={name: info}, make=partial(_copied, checkpoint, name))
 
 
 def _encoded(
-    checkpoint: Checkpoint, members: tuple[StoredWeight, ...], encode: Encode
+    checkpoint: Checkpoint,
+    encode: Encode,
+    largest_magnitude: Callable[..., float | np.float32],
+    members: tuple[StoredWeight, ...],
 ) -> Iterator[tuple[str, NDArray[Any]]]:
     names = [member.names[0] for member in members]
     amax = max(float(largest_magnitude(checkpoint.array(name), name=name)) for name in names)

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnquant.checkpoint.json_file import quote
-from attnquant.checkpoint.safetensors import TensorSpec
+from attnquant.checkpoint.safetensors import TensorSpec, where
 from attnquant.errors import CheckpointError
 from attnquant.nvfp4.coverage import IGNORED, Coverage, declared_ignore
 from attnquant.nvfp4.format import BLOCK_SIZE, NVFP4Weight
@@ -117,15 +117,15 @@ def stored_weights(
             module = name.removesuffix(f".{suffix}")
             if paths.setdefault(path, module) != module:
                 raise CheckpointError(
-                    f"tensor {quote(name)}: found {quote(paths[path])} too, the same weight under "
-                    "another prefix; remove one of the two"
+                    f"{where(name, tensors[name])}: found {quote(paths[path])} too, the same "
+                    "weight under another prefix; remove one of the two"
                 )
             modules.setdefault(path, {})[suffix] = name
     weights = {path: _stored(paths[path], found, tensors) for path, found in modules.items()}
     # Without any declaration the tensors speak for themselves, as they do in MAX.
     if ignore is not None:
         declared = config.get("quantization_config") or (hf_quant_config or {})["quantization"]
-        _check_declared(weights, ignore, declared)
+        _check_declared(weights, tensors, ignore, declared)
     return weights
 
 
@@ -210,14 +210,14 @@ def _stored(
     for suffix, name in found.items():
         if suffix not in suffixes:
             raise CheckpointError(
-                f"tensor {quote(name)}: found this in {quote(module)}, expected a dense weight "
-                f"alone, or {', '.join(suffixes)}; convert the checkpoint"
+                f"{where(name, tensors[name])}: found this in {quote(module)}, expected a dense "
+                f"weight alone, or {', '.join(suffixes)}; convert the checkpoint"
             )
     for suffix, name in zip(suffixes[:3], _names(module, layout)[:3], strict=True):
         if suffix not in found:
             raise CheckpointError(
-                f"tensor {quote(name)}: absent, but {quote(names[0])} is there; {layout} NVFP4 "
-                f"has {', '.join(suffixes[:3])}: download or quantize the checkpoint again"
+                f"{where(name, tensors[names[0]])}: absent, but {quote(names[0])} is there; "
+                f"{layout} NVFP4 has {', '.join(suffixes[:3])}: quantize the checkpoint again"
             )
     return StoredWeight(
         module=module, shape=_nvfp4_shape(names, tensors), layout=layout, names=names
@@ -238,7 +238,10 @@ def _nvfp4_shape(names: tuple[str, ...], tensors: Mapping[str, TensorSpec]) -> t
 
 
 def _check_declared(
-    weights: Mapping[str, StoredWeight], ignore: Collection[str], declared: Mapping[str, Any]
+    weights: Mapping[str, StoredWeight],
+    tensors: Mapping[str, TensorSpec],
+    ignore: Collection[str],
+    declared: Mapping[str, Any],
 ) -> None:
     """What the configs declare must be what the tensors are."""
     method = str(declared.get("quant_method", "modelopt")).removesuffix("_fp4")
@@ -249,19 +252,19 @@ def _check_declared(
     coverage = Coverage.of(shapes, ignore=ignore, head=head, source=None)
     targeted = Coverage.of(shapes, ignore=targets, source=None)
     for path, weight in weights.items():
-        key = keys[path]
+        key, place = keys[path], where(weight.names[0], tensors[weight.names[0]])
         wanted = coverage.lm_head if key is None else coverage.is_quantized(key)
         if targets and wanted:
             wanted = key is not None and targeted.reasons[key] == IGNORED
         if weight.is_nvfp4 != wanted:
             raise CheckpointError(
-                f"tensor {quote(weight.names[0])}: found {weight.layout} {list(weight.shape)}, but "
-                f"the quantization config says it is {'in NVFP4' if wanted else 'not quantized'}; "
+                f"{place}: found {weight.layout} {list(weight.shape)}, but the "
+                f"quantization config says it is {'in NVFP4' if wanted else 'not quantized'}; "
                 "correct its list of ignored modules, or download the checkpoint again"
             )
         if weight.is_nvfp4 and weight.layout != method:
             raise CheckpointError(
-                f"tensor {quote(weight.names[0])}: found {weight.layout} NVFP4, but the "
+                f"{place}: found {weight.layout} NVFP4, but the "
                 f"quantization config says {quote(method)}; download the checkpoint again"
             )
 
@@ -291,6 +294,6 @@ def _check_scheme(declared: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _misfit(name: str, spec: TensorSpec, expected: str) -> CheckpointError:
     return CheckpointError(
-        f"tensor {quote(name)}: found {spec.dtype} {list(spec.shape)}, expected {expected}; "
+        f"{where(name, spec)}: found {spec.dtype} {list(spec.shape)}, expected {expected}; "
         "download or convert the checkpoint again"
     )

@@ -101,6 +101,12 @@ class TensorInfo(TensorSpec):
         return DTYPES[self.dtype]
 
 
+def where(name: str, spec: TensorSpec | None) -> str:
+    """How an error names a tensor: with its file, where that is known."""
+    file = f"{quote(spec.file)}: " if isinstance(spec, TensorInfo) else ""
+    return f"{file}tensor {quote(name)}"
+
+
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Reads and checks the header of one safetensors file, in the order of its entries.
 

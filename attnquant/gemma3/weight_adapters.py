@@ -8,8 +8,7 @@ from max.graph.weights import WeightData, Weights
 from max.pipelines.lib import PipelineConfig
 from max.pipelines.modeling.config_enums import supported_encoding_dtype
 
-from attnquant.decoder_shapes import DecoderShapes
-from attnquant.gemma3.model_config import graph_encoding, text_config
+from attnquant.gemma3.model_config import graph_encoding
 from attnquant.nn.weights import decoder_weights
 from attnquant.settings import Settings
 
@@ -24,7 +23,7 @@ def convert_safetensors(
     """MAX's weight adapter: a safetensors checkpoint's tensors to the graph's, by name."""
     return decoder_weights(
         state_dict,
-        shapes=DecoderShapes.from_config(text_config(huggingface_config).to_dict()),
+        config=huggingface_config.to_dict(),
         dtype=supported_encoding_dtype(graph_encoding(pipeline_config.model)),
         settings=Settings.read(getattr(huggingface_config, "attnquant", None)),
     )

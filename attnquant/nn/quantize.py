@@ -2,52 +2,79 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 from max.driver import is_virtual_device_mode
 from max.dtype import DType
 from max.graph.weights import WeightData
+from numpy.typing import NDArray
 from tqdm import tqdm
 
+from attnquant.checkpoint.nvfp4_layouts import StoredWeight, load_nvfp4
 from attnquant.decoder_shapes import DecoderShapes
 from attnquant.kernels.codec import encode, largest_magnitude, relative_error
 from attnquant.nn.tensors import State, from_numpy, to_numpy
 from attnquant.nvfp4.accounting import token_bytes
-from attnquant.nvfp4.coverage import Coverage
+from attnquant.nvfp4.coverage import LM_HEAD, Coverage
 from attnquant.nvfp4.format import NVFP4Weight, empty_parts
 from attnquant.nvfp4.report import LoadReport, ProjectionRecord
 from attnquant.projections import ProjectionKey
 from attnquant.settings import QuantScales, Settings
 
 
-def coverage_of(settings: Settings, shapes: DecoderShapes) -> Coverage:
-    """What the settings ask to be quantized.
+def coverage_of(
+    settings: Settings, shapes: DecoderShapes, stored: Mapping[str, StoredWeight]
+) -> Coverage:
+    """What runs from NVFP4: what the settings ask for, and what the checkpoint holds in it.
 
     Raises:
         SettingsError: a pattern of ATTNQUANT_QUANT_IGNORE matches nothing.
     """
-    if settings.quant == "none":
-        return Coverage.none(shapes.projections)
-    return Coverage.of(
-        shapes.projections,
-        ignore=settings.quant_ignore,
-        head=shapes.head if settings.quant_lm_head == "nvfp4" else None,
+    asked = Coverage.none(shapes.projections)
+    if settings.quant == "nvfp4":
+        asked = Coverage.of(
+            shapes.projections,
+            ignore=settings.quant_ignore,
+            head=shapes.head if settings.quant_lm_head == "nvfp4" else None,
+        )
+    packed = {path for path, weight in stored.items() if weight.is_nvfp4}
+    return dataclasses.replace(
+        asked,
+        reasons={
+            key: None if key.module in packed else reason for key, reason in asked.reasons.items()
+        },
+        lm_head=asked.lm_head or LM_HEAD in packed,
     )
 
 
 class Quantizer:
-    """Encodes fused groups, one after the other, behind a progress bar; reports at the end.
+    """Packs fused groups, one after the other, behind a progress bar; reports at the end.
 
     A context manager: the report is printed, to stderr, when it is left without an error.
+
+    Args:
+        coverage: what runs from NVFP4.
+        shapes: of the decoder.
+        scales: how block scales are chosen.
+        data: the checkpoint's tensors, by name.
     """
 
-    def __init__(self, coverage: Coverage, shapes: DecoderShapes, scales: QuantScales) -> None:
+    def __init__(
+        self,
+        coverage: Coverage,
+        shapes: DecoderShapes,
+        scales: QuantScales,
+        data: Mapping[str, WeightData],
+    ) -> None:
         self._coverage = coverage
         self._shapes = shapes
         self._scales = scales
+        self._data = data
         self._records: list[ProjectionRecord] = []
         self._start = time.monotonic()
         self._bar = tqdm(
@@ -70,37 +97,55 @@ class Quantizer:
         if error is None and self._records:
             print(self._report().render(), file=sys.stderr)
 
-    def group(self, module: str, parts: Mapping[ProjectionKey, WeightData]) -> State:
-        """The packed tensors of one fused group, whose parts share a global scale.
+    def group(self, module: str, parts: Mapping[ProjectionKey, StoredWeight]) -> State:
+        """The packed tensors of one fused group.
+
+        Dense parts share one global scale; a part that the checkpoint holds in NVFP4 keeps its own.
 
         Raises:
-            CheckpointError: a weight is NaN or infinite; names the tensor and the place.
+            CheckpointError: a weight or a scale is NaN or infinite; names the tensor.
         """
-        arrays = {key: to_numpy(weight) for key, weight in parts.items()}
         # Compiling for a device that is elsewhere needs the shapes only.
         if is_virtual_device_mode():
-            return _state(module, empty_parts([array.shape for array in arrays.values()]))
-        amax = max(largest_magnitude(array, name=parts[key].name) for key, array in arrays.items())
+            return _state(module, empty_parts([part.shape for part in parts.values()]))
+        dense = [part.names[0] for part in parts.values() if not part.is_nvfp4]
+        amax = max((self._largest(name) for name in dense), default=0.0)
         packed = []
-        for key, array in arrays.items():
+        for key, part in parts.items():
             start = time.monotonic()
-            packed.append(encode(array, scales=self._scales, amax=amax, name=parts[key].name))
+            error = None
+            if part.is_nvfp4:
+                packed.append(load_nvfp4(part, self._array))
+            else:
+                packed.append(self._encoded(part.names[0], amax))
+                error = relative_error(self._array(part.names[0]), packed[-1])
             self._records.append(
                 ProjectionRecord(
                     key=key,
-                    shape=packed[-1].shape,
-                    relative_error=relative_error(array, packed[-1]),
+                    shape=part.shape,
+                    relative_error=error,
                     seconds=time.monotonic() - start,
                 )
             )
             self._bar.update()
         return _state(module, NVFP4Weight.stack(packed))
 
-    def head(self, weight: WeightData) -> State:
+    def head(self, weight: StoredWeight) -> State:
         """The packed output head."""
         if is_virtual_device_mode():
-            return _state("lm_head", empty_parts([self._shapes.head]))
-        return _state("lm_head", encode(to_numpy(weight), scales=self._scales, name=weight.name))
+            return _state(LM_HEAD, empty_parts([weight.shape]))
+        if weight.is_nvfp4:
+            return _state(LM_HEAD, load_nvfp4(weight, self._array))
+        return _state(LM_HEAD, self._encoded(weight.names[0], None))
+
+    def _array(self, name: str) -> NDArray[Any]:
+        return to_numpy(self._data[name])
+
+    def _largest(self, name: str) -> float:
+        return float(largest_magnitude(self._array(name), name=name))
+
+    def _encoded(self, name: str, amax: float | None) -> NVFP4Weight:
+        return encode(self._array(name), scales=self._scales, amax=amax, name=name)
 
     def _report(self) -> LoadReport:
         left = [

@@ -15,13 +15,25 @@ from numpy.typing import NDArray
 State = dict[str, WeightData]
 """A graph's weights, by name."""
 
+# What NumPy has no dtype of its own for.
+_EXTENDED: dict[DType, Any] = {
+    DType.bfloat16: ml_dtypes.bfloat16,
+    DType.float8_e4m3fn: ml_dtypes.float8_e4m3fn,
+}
+
+
+def numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    """NumPy's, or ml_dtypes', dtype of the same bits."""
+    return np.dtype(_EXTENDED.get(dtype) or dtype.to_numpy())
+
 
 def to_numpy(weight: WeightData) -> NDArray[Any]:
-    """The tensor as an array over the same memory; bfloat16 as `ml_dtypes.bfloat16`."""
+    """The tensor as an array over the same memory."""
     buffer = weight.to_buffer()
-    if weight.dtype != DType.bfloat16:
-        return np.asarray(buffer.to_numpy())
-    return np.asarray(buffer.view(DType.uint16).to_numpy()).view(ml_dtypes.bfloat16)
+    if weight.dtype in _EXTENDED:
+        bits = DType.uint16 if weight.dtype == DType.bfloat16 else DType.uint8
+        return np.asarray(buffer.view(bits).to_numpy()).view(_EXTENDED[weight.dtype])
+    return np.asarray(buffer.to_numpy())
 
 
 def from_numpy(array: NDArray[Any], dtype: DType, name: str) -> WeightData:

@@ -1,50 +1,47 @@
 """From a checkpoint's tensors to the tensors that a decoder's graph binds.
 
-Every decoder's weight adapter is this function with that decoder's shapes. Names lose their
+Every decoder's weight adapter is this function with that decoder's configuration. Names lose their
 checkpoint prefix, every projection becomes a theta bundle and its W_eff again, and each fused group
 is stored in one of the ways that `attnquant.nn.projection` describes. At passthrough, where the
-graph's dtype is the file's, that is the mapped file's own memory.
+graph's dtype is the file's, that is the mapped file's own memory. What the checkpoint has in NVFP4
+keeps its bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from max.driver import is_virtual_device_mode
 from max.dtype import DType
 from max.graph.weights import WeightData, Weights
 
+from attnquant.checkpoint.nvfp4_layouts import StoredWeight, is_cache_scale, stored_weights
+from attnquant.checkpoint.safetensors import DTYPE_NAMES, TensorSpec
 from attnquant.decoder_shapes import DecoderShapes
-from attnquant.errors import CheckpointError
+from attnquant.errors import CheckpointError, SettingsError
 from attnquant.nn.quantize import Quantizer, coverage_of
-from attnquant.nn.tensors import State, from_numpy, to_numpy
-from attnquant.nvfp4.coverage import Coverage
+from attnquant.nn.tensors import State, from_numpy, numpy_dtype, to_numpy
+from attnquant.nvfp4.coverage import LM_HEAD
 from attnquant.projections import ProjectionKey, fused_groups, group_module, strip_prefix
 from attnquant.settings import Settings
+from attnquant.theta import decompose_decoder, effective_weight
 
 # Checkpoints may carry these, and no graph needs them.
 _DERIVED = ".rotary_emb.inv_freq"
 
-Parts = Mapping[ProjectionKey, WeightData]
-
-_NUMPY_DTYPES: dict[DType, Any] = {
-    DType.bfloat16: ml_dtypes.bfloat16,
-    DType.float16: np.float16,
-    DType.float32: np.float32,
-}
+_DENSE = (DType.bfloat16, DType.float16, DType.float32)
 
 
 def decoder_weights(
-    tensors: Mapping[str, Weights], *, shapes: DecoderShapes, dtype: DType, settings: Settings
+    tensors: Mapping[str, Weights], *, config: Mapping[str, Any], dtype: DType, settings: Settings
 ) -> State:
     """Prepares a decoder's weights.
 
     Args:
         tensors: the checkpoint's tensors, by their names in the checkpoint.
-        shapes: what the configuration says they must be.
+        config: config.json, or the text config in it.
         dtype: the graph's dtype; unquantized tensors are converted to it.
         settings: blocks and quantization.
 
@@ -53,80 +50,158 @@ def decoder_weights(
 
     Raises:
         CheckpointError: a tensor is missing, unknown, or of the wrong shape or dtype.
+        SettingsError: the settings do not fit this decoder.
     """
-    data = _checked(tensors, shapes)
-    coverage = coverage_of(settings, shapes)
+    shapes = DecoderShapes.from_config(config)
+    data = {name: weights.data() for name, weights in tensors.items()}
+    stored = stored_weights(_specs(data), config)
+    others = _checked(data, stored, shapes)
+    coverage = coverage_of(settings, shapes, stored)
+    rebuilt = _rebuild(data, stored, shapes, dtype, settings)
+
     state: State = {}
-    with Quantizer(coverage, shapes, settings.quant_scales) as quantizer:
+    with Quantizer(coverage, shapes, settings.quant_scales, data) as quantizer:
+
+        def group(module: str, parts: Mapping[ProjectionKey, StoredWeight]) -> State:
+            """Packed, dense, or member by member where the coverage splits the group."""
+            answers = {coverage.is_quantized(key) for key in parts}
+            if answers == {True}:
+                return quantizer.group(module, parts)
+            if answers == {False}:
+                weights = {key.role: data[part.names[0]] for key, part in parts.items()}
+                return _dense(module, weights, dtype, rebuilt)
+            split = [group(f"{module}.{key.role}", {key: part}) for key, part in parts.items()]
+            return {name: tensor for member in split for name, tensor in member.items()}
+
         for layer, layer_shapes in enumerate(shapes.layers):
             for roles in fused_groups(tuple(layer_shapes.projections)):
                 keys = [ProjectionKey(layer=layer, role=role) for role in roles]
-                parts = {key: data.pop(f"{key.module}.weight") for key in keys}
-                state |= _group(group_module(layer, roles), parts, dtype, coverage, quantizer)
+                state |= group(
+                    group_module(layer, roles), {key: stored[key.module] for key in keys}
+                )
         if coverage.lm_head:
-            state |= quantizer.head(data.pop("lm_head.weight", data["embed_tokens.weight"]))
-    return state | {name: _converted([weight], dtype, name) for name, weight in data.items()}
+            tied = StoredWeight(
+                module="embed_tokens",
+                shape=shapes.head,
+                layout="dense",
+                names=(others["embed_tokens.weight"].name,),
+            )
+            state |= quantizer.head(tied if shapes.tied else stored[LM_HEAD])
+            others.pop("lm_head.weight", None)
+    return state | {name: _converted([weight], dtype, name) for name, weight in others.items()}
 
 
-def _group(
-    module: str,
-    parts: Parts,
+def _rebuild(
+    data: dict[str, WeightData],
+    stored: Mapping[str, StoredWeight],
+    shapes: DecoderShapes,
     dtype: DType,
-    coverage: Coverage,
-    quantizer: Quantizer,
+    settings: Settings,
+) -> bool:
+    """Puts every projection's W_eff where its weight was; whether that made new arrays.
+
+    At passthrough W_eff is the weight itself.
+    """
+    layers = len(shapes.layers)
+    blocks = settings.blocks or layers
+    if blocks == layers and settings.rank:
+        raise SettingsError(
+            f"ATTNQUANT_RANK={settings.rank} corrects shared blocks, and with ATTNQUANT_BLOCKS="
+            f"{blocks}, a block for each layer, none is shared; set fewer blocks or unset it"
+        )
+    dense = {
+        key: shape for key, shape in shapes.projections.items() if not stored[key.module].is_nvfp4
+    }
+    if blocks != layers and (len(dense) < len(shapes.projections)):
+        raise SettingsError(
+            f"ATTNQUANT_BLOCKS={blocks}: the checkpoint holds projections in NVFP4, which keep "
+            f"their bits; set it to {layers}, the number of layers, or unset it"
+        )
+    if blocks != layers and not settings.precompute_outside:
+        raise SettingsError(
+            f"ATTNQUANT_PRECOMPUTE_OUTSIDE=0 with ATTNQUANT_BLOCKS={blocks} is not served: below "
+            "passthrough weights are rebuilt on the host; set it to 1 or unset it"
+        )
+    names = {key: stored[key.module].names[0] for key in dense}
+    bundles = decompose_decoder(
+        dense, lambda key: to_numpy(data[names[key]]), blocks=blocks, rank=settings.rank
+    )
+    # Compiling for a device that is elsewhere needs the shapes only.
+    for group in () if is_virtual_device_mode() else bundles:
+        for key, bundle in group.items():
+            if not bundle.is_passthrough:
+                weight = effective_weight(bundle, numpy_dtype(dtype))
+                data[names[key]] = from_numpy(weight, dtype, names[key])
+    return blocks != layers
+
+
+def _specs(data: Mapping[str, WeightData]) -> dict[str, TensorSpec]:
+    return {
+        name: TensorSpec(
+            dtype=DTYPE_NAMES[numpy_dtype(weight.dtype)], shape=tuple(map(int, weight.shape))
+        )
+        for name, weight in data.items()
+    }
+
+
+def _checked(
+    data: Mapping[str, WeightData], stored: Mapping[str, StoredWeight], shapes: DecoderShapes
 ) -> State:
-    """One fused group: packed, dense, or member by member where the coverage splits it."""
-    answers = {coverage.is_quantized(key) for key in parts}
-    if len(answers) > 1:
-        state: State = {}
-        for key, part in parts.items():
-            state |= _group(f"{module}.{key.role}", {key: part}, dtype, coverage, quantizer)
-        return state
-    if answers == {True}:
-        return quantizer.group(module, parts)
-    if len(parts) > 1 and all(part.dtype == dtype for part in parts.values()):
-        return {f"{module}.{key.role}.weight": part for key, part in parts.items()}
+    """Holds every tensor against what config.json implies; returns those that no projection has.
+
+    Their names have lost the checkpoint's prefix.
+    """
+    expected = shapes.tensors
+    linear = {name: f"{path}.weight" for path, weight in stored.items() for name in weight.names}
+    others: State = {}
+    seen: set[str] = set()
+    for name, weight in data.items():
+        short = linear.get(name, strip_prefix(name))
+        if short.endswith(_DERIVED) or is_cache_scale(name):
+            continue
+        if short == "lm_head.weight" and shapes.tied:
+            # Some writers store the tied head again; as in transformers, the embedding counts.
+            continue
+        found = list(map(int, weight.shape))
+        if name in linear:
+            found = list(stored[short.removesuffix(".weight")].shape)
+        if short not in expected:
+            problem = f"not a tensor of {shapes.architecture} with this config.json"
+        elif short in others:
+            problem = "found twice, under two prefixes"
+        elif found != list(expected[short]):
+            problem = f"found shape {found}, config.json implies {list(expected[short])}"
+        elif name not in linear and weight.dtype not in _DENSE:
+            problem = f"found dtype {weight.dtype}, expected bfloat16, float16 or float32"
+        else:
+            seen.add(short)
+            if short.removesuffix(".weight") not in stored or short == "lm_head.weight":
+                others[short] = weight
+            continue
+        raise CheckpointError(f"tensor {name}: {problem}; download or convert the checkpoint again")
+    if missing := sorted(expected.keys() - seen):
+        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(
+            f"tensor {missing[0]} is missing{more}; download the checkpoint again"
+        )
+    return others
+
+
+def _dense(module: str, parts: Mapping[str, WeightData], dtype: DType, rebuilt: bool) -> State:
+    """The parts as they are, if they are the file's memory and stay it; else one stacked array."""
+    as_stored = not rebuilt and all(part.dtype == dtype for part in parts.values())
+    if len(parts) > 1 and as_stored:
+        return {f"{module}.{role}.weight": part for role, part in parts.items()}
     name = f"{module}.weight"
     return {name: _converted(list(parts.values()), dtype, name)}
 
 
-def _checked(tensors: Mapping[str, Weights], shapes: DecoderShapes) -> State:
-    """The decoder's tensors without their prefix, each of the shape that config.json implies."""
-    expected = shapes.tensors
-    data: State = {}
-    for name, weights in tensors.items():
-        short = strip_prefix(name)
-        if short.endswith(_DERIVED) or (short == "lm_head.weight" and shapes.tied):
-            # Some writers store the tied head again; as in transformers, the embedding counts.
-            continue
-        weight = weights.data()
-        found = list(map(int, weight.shape))
-        if short not in expected:
-            problem = f"not a tensor of {shapes.architecture} with this config.json"
-        elif short in data:
-            problem = "found twice, under two prefixes"
-        elif found != list(expected[short]):
-            problem = f"found shape {found}, config.json implies {list(expected[short])}"
-        elif weight.dtype not in _NUMPY_DTYPES:
-            problem = f"found dtype {weight.dtype}, expected bfloat16, float16 or float32"
-        else:
-            data[short] = weight
-            continue
-        raise CheckpointError(f"tensor {name}: {problem}; download or convert the checkpoint again")
-    if missing := sorted(expected.keys() - data.keys()):
-        raise CheckpointError(
-            f"tensor {missing[0]} is missing, and {len(missing) - 1} more; download the checkpoint "
-            "again"
-        )
-    return data
-
-
-def _converted(parts: list[WeightData], dtype: DType, name: str) -> WeightData:
+def _converted(parts: Sequence[WeightData], dtype: DType, name: str) -> WeightData:
     """The parts' rows in one array of the graph's dtype; a single part of that dtype is itself."""
     if len(parts) == 1 and parts[0].dtype == dtype:
         return parts[0]
     rows = [int(part.shape[0]) for part in parts]
-    stacked = np.empty((sum(rows), *map(int, parts[0].shape[1:])), _NUMPY_DTYPES[dtype])
+    stacked = np.empty((sum(rows), *map(int, parts[0].shape[1:])), numpy_dtype(dtype))
     # Compiling for a device that is elsewhere needs the shapes only.
     if not is_virtual_device_mode():
         for part, end in zip(parts, np.cumsum(rows), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -26,48 +27,10 @@ from attnquant.errors import CheckpointError, SettingsError
 from attnquant.nvfp4.format import NVFP4Weight
 from attnquant.nvfp4.reference import decode, encode
 from attnquant.projections import fused_groups
+from tests.checkpoint.decoder import CONFIG, GEMMA4, HIDDEN, INNER, LAYERS, SHAPES, weights
 from tests.checkpoint.files import write
 
-LAYERS, HIDDEN, INNER, HEADS, HEAD_DIM = 2, 32, 48, 2, 16
-SHAPES = {
-    "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
-    "self_attn.k_proj": (HEAD_DIM, HIDDEN),
-    "self_attn.v_proj": (HEAD_DIM, HIDDEN),
-    "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
-    "mlp.gate_proj": (INNER, HIDDEN),
-    "mlp.up_proj": (INNER, HIDDEN),
-    "mlp.down_proj": (HIDDEN, INNER),
-}
-NORMS = ("input", "post_attention", "pre_feedforward", "post_feedforward")
-CONFIG = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "num_hidden_layers": LAYERS,
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": 1,
-    "head_dim": HEAD_DIM,
-    "vocab_size": 40,
-    "sliding_window": 128,
-}
 ABSMAX = partial(encode, scales="absmax")
-
-
-def weights(prefix: str = "model.") -> dict[str, NDArray[Any]]:
-    generator = np.random.default_rng(5)
-
-    def make(*shape: int, sigma: float = 1.0) -> NDArray[Any]:
-        return (generator.standard_normal(shape) * sigma).astype(ml_dtypes.bfloat16)
-
-    tensors = {f"{prefix}embed_tokens.weight": make(40, HIDDEN)}
-    for layer in range(LAYERS):
-        module = f"{prefix}layers.{layer}."
-        for index, (name, shape) in enumerate(SHAPES.items()):
-            tensors[f"{module}{name}.weight"] = make(*shape, sigma=0.1 ** (index % 3))
-        tensors |= {f"{module}{name}_layernorm.weight": make(HIDDEN) for name in NORMS}
-        tensors |= {f"{module}self_attn.{name}_norm.weight": make(HEAD_DIM) for name in "qk"}
-    return tensors | {f"{prefix}norm.weight": make(HIDDEN)}
 
 
 def source(tmp_path: Path, **changes: Any) -> Path:
@@ -156,7 +119,8 @@ def test_towers_stay_and_are_declared(tmp_path: Path) -> None:
         "multi_modal_projector.weight": np.ones((16, 16), np.float32),
         "language_model.model.rotary_emb.inv_freq": np.ones(4, np.float32),
     }
-    src = source(tmp_path, **{"model.safetensors": {**weights(prefix), **towers}})
+    tensors = {**weights(prefix, gemma4=True), **towers}
+    src = source(tmp_path, **{"config.json": GEMMA4, "model.safetensors": tensors})
     checkpoint = export(tmp_path, src)
     assert len(load(checkpoint)) == 7 * LAYERS
     assert checkpoint.config["quantization_config"]["ignore"] == [
@@ -176,8 +140,14 @@ def _without(name: str) -> dict[str, NDArray[Any]]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model.safetensors": _without("0.mlp.up_proj.weight")}, "layers.0.mlp.up_proj is absent"),
-        ({"config.json": {**CONFIG, "intermediate_size": 64}}, "config.json implies [64, 32]"),
+        (
+            {"model.safetensors": _without("0.mlp.up_proj.weight")},
+            "layers.0.mlp.up_proj.weight is m",
+        ),
+        (
+            {"config.json": {**CONFIG, "intermediate_size": 64}},
+            "found shape [48, 32], expected [64, 32]",
+        ),
         (
             {
                 "model.safetensors": {
@@ -335,12 +305,11 @@ def test_max_rounding_error_tool_reads_it(
         loader.safe_open = FakeSafeOpen  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "torch", torch)
         monkeypatch.setitem(sys.modules, "safetensors.torch", loader)
-        monkeypatch.delitem(sys.modules, "max.pipelines.weights.rounding_error", raising=False)
-    from max.pipelines.weights.rounding_error import compare_checkpoints
-
+    tool = importlib.import_module("max.pipelines.weights.rounding_error")
+    monkeypatch.delitem(sys.modules, tool.__name__)  # it may hold the stand-ins
     src = source(tmp_path)
     checkpoint = export(tmp_path, src, shard_bytes=shard_bytes)
-    report = compare_checkpoints(src, checkpoint.directory)
+    report = tool.compare_checkpoints(src, checkpoint.directory)
     found = {error.name: error.rel_l2 for error in report.tensors}
     loaded, original = load(checkpoint), weights()
     assert set(found) == {f"model.{path}.weight" for path in loaded}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import AutoTokenizer
 
 from tests.golden import reference
 from tests.golden.data import EVALUATION_TEXT, HERE, TEXTS, fingerprint
@@ -52,16 +53,24 @@ def tiny(case: TinyGemma3, directory: Path) -> dict[str, Any]:
     return arrays
 
 
-def demo(directory: Path) -> dict[str, Any]:
-    """The arrays of the demo checkpoint's golden file."""
-    from transformers import AutoTokenizer
+def encode(directory: Path, path: Path) -> list[int]:
+    """The token ids of a text, `<bos>` first, without the newline at the end of the file."""
+    loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    ids: list[int] = loaded.encode(path.read_text(encoding="utf-8").rstrip("\n"))
+    return ids
 
-    encode = AutoTokenizer.from_pretrained(directory, local_files_only=True).encode
+
+def demo(directory: Path) -> dict[str, Any]:
+    """The arrays of the demo checkpoint's golden file.
+
+    Raises:
+        RuntimeError: a greedy continuation hangs on a near tie.
+    """
     model = reference.load(directory)
     arrays: dict[str, Any] = {"fingerprint": fingerprint(directory)}
     full = {}
     for path in sorted(set(TEXTS.glob("*.txt")) - {EVALUATION_TEXT}):
-        tokens = encode(path.read_text(encoding="utf-8").rstrip("\n"))
+        tokens = encode(directory, path)
         chosen, lead = reference.greedy(model, tokens, DEMO_GREEDY_TOKENS)
         print(f"{path.stem}: {len(tokens)} tokens, smallest lead {lead:.4f}")
         if lead < SMALLEST_LEAD:
@@ -77,11 +86,10 @@ def demo(directory: Path) -> dict[str, Any]:
     vocab_ids = np.union1d(best, spread)
     for name, values in full.items():
         arrays[f"last_{name}"] = values[vocab_ids].astype(np.float32)
-    evaluation = encode(EVALUATION_TEXT.read_text(encoding="utf-8"))
     return arrays | {
         "names": np.asarray(list(full)),
         "vocab_ids": vocab_ids.astype(np.int32),
-        "evaluation_tokens": np.asarray(evaluation, np.int32),
+        "evaluation_tokens": np.asarray(encode(directory, EVALUATION_TEXT), np.int32),
     }
 
 

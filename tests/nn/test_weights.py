@@ -14,7 +14,6 @@ from max.dtype import DType
 from max.graph.weights import WeightData, load_weights
 from safetensors.numpy import save_file
 
-from attnquant.decoder_shapes import DecoderShapes
 from attnquant.errors import AttnquantError, CheckpointError
 from attnquant.nn.tensors import to_numpy
 from attnquant.nn.weights import decoder_weights
@@ -23,18 +22,16 @@ from attnquant.settings import Settings
 from tests.tiny.gemma3 import CASES, TinyGemma3
 
 CASE = CASES["pattern2-scalar"]
-SHAPES = DecoderShapes.from_config(CASE.config())
 
 
 def load(
     directory: Path,
     dtype: DType = DType.bfloat16,
     settings: Settings | None = None,
-    shapes: DecoderShapes = SHAPES,
 ) -> dict[str, WeightData]:
     weights = load_weights(sorted(directory.glob("*.safetensors")))
     return decoder_weights(
-        dict(weights.items()), shapes=shapes, dtype=dtype, settings=settings or Settings()
+        dict(weights.items()), config=CASE.config(), dtype=dtype, settings=settings or Settings()
     )
 
 

@@ -223,7 +223,9 @@ class TestNumbersThatBite:
         weight = gaussian((700, 1024)).astype(dtype)
         weight[650, 17] = bad
         weight[651, 3] = bad
-        with pytest.raises(CheckpointError, match=r"layers\.0\.q: found -?(nan|inf) at \[650, 17\]"):
+        with pytest.raises(
+            CheckpointError, match=r"layers\.0\.q: found -?(nan|inf) at \[650, 17\]"
+        ):
             encode(weight, name="layers.0.q")
 
     @pytest.mark.parametrize(

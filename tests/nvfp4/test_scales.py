@@ -171,7 +171,7 @@ def test_absmax_wins_ties() -> None:
 
 
 def test_smallest_byte_wins_other_ties() -> None:
-    """4.5 is 3 · 1.5 under byte 60, and 4 · 1.125 under 57; both are exact, 0.75 · 6 = 52 is not near."""
+    """4.5 is 4 · 1.125 under byte 57, and 3 · 1.5 under byte 60; both are exact."""
     magnitudes = np.zeros((1, 16), np.float32)
     magnitudes[0, 0] = 4.5
     tables = ScaleTables.of(global_scale(2688))

@@ -1,11 +1,11 @@
 """Tiny Gemma 3 checkpoints: the real file format, and weights that forgive no mistake.
 
 A mistake that trained weights or plain Gaussians would hide must change the logits here. So q, k
-and v differ in magnitude (1, 0.1, 0.3), rows differ by up to 4, norm gains 1 + w lie in 0.3..3 (post-norms: 1..10,
-so that the layers, not the tied embedding of the last token, decide what comes next), and attention
-is uneven without being saturated. Weights depend on the case's name and seed and on the tensor's
-name and shape only: `dataclasses.replace` makes the same weights under another config. Nothing here
-imports torch, transformers or attnquant.
+and v differ in magnitude (1, 0.1, 0.3), rows differ by up to 4, norm gains 1 + w lie in 0.3..3, and
+attention is uneven without being saturated. Post-norm gains lie in 1..10, so that the layers and
+not the last token's tied embedding decide what comes next. Weights depend on the case's name and
+seed and on the tensor's name and shape only: `dataclasses.replace` makes the same weights under
+another config. Nothing here imports torch, transformers or attnquant.
 """
 
 from __future__ import annotations

@@ -24,7 +24,33 @@ SPECIAL_TOKENS = (
 FIRST_ORDINARY_ID = len(SPECIAL_TOKENS)
 
 # Every prefix of these becomes a token, so that text has tokens of one to seven characters.
-_WORDS = ["▁the", "▁of", "▁and", "▁to", "▁in", "▁is", "▁it", "▁that", "▁for", "▁was", "▁on", "▁with", "▁as", "▁are", "▁user", "▁model", "▁capital", "▁France", "er", "ing", "ed", "ion", "ly", "al", "est"]
+_WORDS = [
+    "▁the",
+    "▁of",
+    "▁and",
+    "▁to",
+    "▁in",
+    "▁is",
+    "▁it",
+    "▁that",
+    "▁for",
+    "▁was",
+    "▁on",
+    "▁with",
+    "▁as",
+    "▁are",
+    "▁user",
+    "▁model",
+    "▁capital",
+    "▁France",
+    "er",
+    "ing",
+    "ed",
+    "ion",
+    "ly",
+    "al",
+    "est",
+]
 
 CHAT_TEMPLATE = """{{ bos_token }}
 {%- for message in messages -%}

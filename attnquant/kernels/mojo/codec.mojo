@@ -95,12 +95,12 @@ def encode[
     """Writes 8 bytes of codes and a scale byte per block.
 
     Args:
-        weight: finite, 16 values a block.
-        blocks: how many.
-        factors: of the global scale: itself, the encode scale, the unit, then an inverse per byte.
-        search: whether to look for the scale of least squared error.
+        weight: Finite, 16 values a block.
+        blocks: How many.
+        factors: Of the global scale: itself, the encode scale, the unit, then an inverse per byte.
+        search: Whether to look for the scale of least squared error.
         codes: 8 bytes a block.
-        scales: one byte a block.
+        scales: One byte a block.
     """
 
     def work(task: Int) {imm}:

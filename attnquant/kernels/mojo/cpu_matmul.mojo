@@ -59,19 +59,19 @@ def matmul[
     """`output[i, j] = sum_k x[i, k] * W[j, k]`, all matrices contiguous and row-major.
 
     Parameters:
-        dtype: of `x` and of `output`: float32 or bfloat16.
-        bound1: the row of W at which the second stacked part begins.
-        bound2: the row at which the third begins.
+        dtype: Of `x` and of `output`: float32 or bfloat16.
+        bound1: The row of W at which the second stacked part begins.
+        bound2: The row at which the third begins.
 
     Args:
         output: `[vectors, rows]`.
         x: `[vectors, columns]`.
         codes: `[rows, columns / 2]`, low nibble first.
         scales: `[rows, columns / 16]`, E4M3 bytes.
-        global_scales: one for each part.
-        vectors: rows of `x`.
-        rows: rows of W.
-        columns: a multiple of 16.
+        global_scales: One for each part.
+        vectors: Rows of `x`.
+        rows: Rows of W.
+        columns: A multiple of 16.
     """
     var packet_row = ceildiv(columns, CHUNK) * PACKET
     var scratch = List[UInt8](length=vectors * packet_row, fill=0)

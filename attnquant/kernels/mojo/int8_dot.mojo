@@ -66,12 +66,12 @@ def dot(
     """`start + sum(weight * (128 * high + low))` over the four byte pairs of each sum.
 
     Args:
-        even: weights `v + 12` of the even columns.
-        odd: of the odd columns.
-        high_even: high bytes of the activations at the even columns.
-        high_odd: at the odd columns.
-        low_even: low bytes at the even columns.
-        low_odd: at the odd columns.
+        even: Weights `v + 12` of the even columns.
+        odd: Of the odd columns.
+        high_even: High bytes of the activations at the even columns.
+        high_odd: At the odd columns.
+        low_even: Low bytes at the even columns.
+        low_odd: At the odd columns.
         start: `-12 * sum(q)` of each sum's eight columns.
     """
     comptime if CompilationTarget.has_avx2() and not CompilationTarget.has_vnni():

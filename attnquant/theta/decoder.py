@@ -1,0 +1,62 @@
+"""The decomposition of a whole decoder, one block group of one role after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from attnquant.projections import ROLES, ProjectionKey, Role
+from attnquant.theta.blocks import Shape, block_groups
+from attnquant.theta.bundle import ThetaBundle
+from attnquant.theta.decompose import decompose
+
+
+def decompose_decoder(
+    shapes: Mapping[ProjectionKey, Shape],
+    load: Callable[[ProjectionKey], NDArray[Any]],
+    *,
+    blocks: int,
+    rank: int,
+) -> Iterator[dict[ProjectionKey, ThetaBundle]]:
+    """Makes every bundle of a decoder.
+
+    Args:
+        shapes: `(out, in)` of each projection.
+        load: gives a projection's weight. It is asked for a group's weights when the group is due
+            and they are let go after it, so that one group is in memory at a time.
+        blocks: shared blocks of each role; the number of layers is passthrough.
+        rank: of the corrections.
+
+    Returns:
+        An iterator over block groups: role by role, in order. A bar on a terminal shows how many
+        weights are done.
+
+    Raises:
+        SettingsError: `blocks` is impossible, at once and before any weight is loaded.
+        CheckpointError: a weight holds a NaN or an infinity; names it.
+    """
+    layers = 1 + max(key.layer for key in shapes)
+    groups = [
+        [ProjectionKey(layer=layer, role=role) for layer in group]
+        for role in ROLES
+        for group in block_groups(_by_layer(shapes, role, layers), blocks)
+    ]
+    return _decompose(groups, load, rank)
+
+
+def _by_layer(shapes: Mapping[ProjectionKey, Shape], role: Role, layers: int) -> list[Shape | None]:
+    return [shapes.get(ProjectionKey(layer=layer, role=role)) for layer in range(layers)]
+
+
+def _decompose(
+    groups: list[list[ProjectionKey]], load: Callable[[ProjectionKey], NDArray[Any]], rank: int
+) -> Iterator[dict[ProjectionKey, ThetaBundle]]:
+    with tqdm(total=sum(map(len, groups)), desc="theta", unit="weight", disable=None) as bar:
+        for group in groups:
+            names = [f"{key.module}.weight" for key in group]
+            bundles = decompose([load(key) for key in group], rank, names)
+            yield dict(zip(group, bundles, strict=True))
+            bar.update(len(group))

@@ -1,0 +1,1 @@
+"""Tests that need torch: they make the golden answers anew and compare."""
