@@ -143,6 +143,7 @@ class Settings:
             if name not in known
         ]
         values: dict[str, Any] = {}
+        sources: dict[str, str] = {}
         for name, setting in known.items():
             variable = PREFIX + name.upper()
             if variable in environ:
@@ -151,10 +152,17 @@ class Settings:
                 source, text = f"config.json's attnquant.{name}", _as_text(config[name])
             else:
                 continue
+            sources[name] = source
             try:
                 values[name] = setting.metadata["parse"](text.strip())
             except (ValueError, KeyError):
                 problems.append(f"{source}={text!r} is not {setting.metadata['allowed']}")
+        if not problems and values.get("quant", cls.quant) == "none":
+            problems += [
+                f"{sources[name]} says how to quantize, and {PREFIX}QUANT=nvfp4 is not set"
+                for name in ("quant_scales", "quant_ignore", "quant_lm_head")
+                if name in values and values[name] != known[name].default
+            ]
         if problems:
             raise SettingsError("; ".join(problems))
         return cls(**values)

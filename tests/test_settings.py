@@ -35,9 +35,10 @@ def test_defaults_are_the_checkpoint_as_it_is():
     ],
 )
 def test_variables(variable: str, text: str, name: str, value: object):
-    settings = Settings.read(environ={variable: text})
+    environ = {"ATTNQUANT_QUANT": "nvfp4"} if name.startswith("quant_") else {}
+    settings = Settings.read(environ={**environ, variable: text})
     assert getattr(settings, name) == value
-    assert settings == Settings(**{name: value})
+    assert settings == Settings(**({"quant": "nvfp4"} if environ else {}) | {name: value})
 
 
 def test_every_setting_has_a_sentence_and_says_what_is_allowed():
@@ -137,3 +138,12 @@ def test_numbers_come_through(blocks: int, rank: int):
 def test_settings_cannot_be_changed():
     with pytest.raises(FrozenInstanceError):
         Settings().rank = 3  # type: ignore[misc]
+
+
+def test_how_to_quantize_without_quantizing_is_a_contradiction():
+    with pytest.raises(SettingsError, match="ATTNQUANT_QUANT_IGNORE says how to quantize"):
+        Settings.read(environ={"ATTNQUANT_QUANT_IGNORE": "self_attn"})
+    with pytest.raises(SettingsError, match=r"attnquant.quant_lm_head says how to quantize"):
+        Settings.read({"quant_lm_head": "nvfp4"}, environ={"ATTNQUANT_QUANT": "none"})
+    # The default may be spelled out.
+    assert Settings.read(environ={"ATTNQUANT_QUANT_SCALES": "mse"}) == Settings()

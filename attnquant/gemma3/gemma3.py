@@ -15,16 +15,20 @@ from attnquant.nn import (
     GatedMLP,
     Projection,
     RaggedDecoder,
-    RotaryTable,
     ScaledEmbedding,
+    Storage,
     TiedHead,
+    layer_projections,
+    rotary_table,
 )
-from attnquant.nn.projection import Storage, layer_projections
 
 ACTIVATIONS = {
     "gelu_pytorch_tanh": partial(ops.gelu, approximate="tanh"),
     "silu": ops.silu,
 }
+
+# A step may look past the longest sequence: drafted tokens, and a step that overlaps the last.
+POSITIONS_BEYOND = 64
 
 
 def build_gemma3(config: Gemma3Config, weights: Collection[str]) -> RaggedDecoder:
@@ -37,10 +41,10 @@ def build_gemma3(config: Gemma3Config, weights: Collection[str]) -> RaggedDecode
     """
     hidden, (device,) = config.shapes.hidden, config.devices
     ropes = {
-        kind: RotaryTable(
+        kind: rotary_table(
             theta=config.rope_theta[kind],
             head_dim=config.kv_params.children[kind].head_dim,
-            max_seq_len=config.max_seq_len,
+            positions=config.max_seq_len + POSITIONS_BEYOND,
             factor=config.rope_factor[kind],
         )
         for kind in set(config.layer_types)

@@ -79,8 +79,7 @@ class Gemma3Model(
         """The decoder's graph and the weights that it binds."""
         decoder = build_gemma3(model_config, self._weights_dict)
         packed = any(name.endswith(".codes") for name in self._weights_dict)
-        # Tensors in a checkpoint file are aligned to their element size at most.
-        decoder.load_state_dict(self._weights_dict, weight_alignment=1)
+        decoder.bind(self._weights_dict)
         self._weights_dict = {}
         return {
             GraphRole.DECODER: GraphSpec(

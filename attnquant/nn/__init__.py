@@ -4,8 +4,8 @@ from attnquant.nn.attention import Attention
 from attnquant.nn.decoder import DecoderLayer, RaggedDecoder
 from attnquant.nn.embedding import ScaledEmbedding, TiedHead
 from attnquant.nn.mlp import GatedMLP
-from attnquant.nn.projection import Projection
-from attnquant.nn.rotary import RotaryTable
+from attnquant.nn.projection import Projection, Storage, layer_projections
+from attnquant.nn.rotary import rotary_table
 
 __all__ = [
     "Attention",
@@ -13,7 +13,9 @@ __all__ = [
     "GatedMLP",
     "Projection",
     "RaggedDecoder",
-    "RotaryTable",
     "ScaledEmbedding",
+    "Storage",
     "TiedHead",
+    "layer_projections",
+    "rotary_table",
 ]

@@ -59,7 +59,7 @@ class Attention(Module):
             x: `[tokens, hidden]`, the batch's new tokens, sequence after sequence.
             kv: the cache that `kv_params` describes.
             row_offsets: uint32 `[batch + 1]`, where each sequence begins in `x`.
-            freqs_cis: `[positions, head_dim]`, the layer's rotary table (`RotaryTable`).
+            freqs_cis: `[positions, head_dim]`, the layer's rotary table (`rotary_table`).
             cache_layer: uint32 scalar on the host, this layer's index within its cache.
 
         Returns:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from max import tree
 from max.dtype import DType
-from max.graph import DeviceRef, Graph, TensorValue, Type, ops
+from max.graph import DeviceRef, Graph, TensorValue, Type, Weight, ops
 from max.graph import Module as GraphModule
 from max.nn.kv_cache import KVCacheInputsPerDevice, MultiKVCacheParams, PagedCacheValues
 from max.nn.layer import LayerList, Module
@@ -17,11 +18,12 @@ from max.nn.norm import RMSNorm
 from max.nn.transformer import ReturnLogits
 from max.nn.transformer.transformer import forward_sequential_layers, logits_postprocess
 from max.pipelines.lib.interfaces.batch_processor import ragged_batch_inputs
+from numpy.typing import NDArray
 
 from attnquant.nn.attention import Attention
 from attnquant.nn.embedding import ScaledEmbedding
 from attnquant.nn.mlp import GatedMLP
-from attnquant.nn.rotary import RotaryTable
+from attnquant.nn.tensors import State, from_numpy, numpy_dtype
 
 
 class DecoderLayer(Module):
@@ -71,7 +73,7 @@ class RaggedDecoder(Module):
         norm: the final norm.
         lm_head: hidden states to logits, a `Projection` or a `TiedHead`.
         kv_params: the caches, by kind.
-        ropes: the rotary tables, by kind.
+        ropes: the rotary tables (`rotary_table`), by kind.
         return_logits: the last token's, a variable number, or all.
         softcap: logits become `softcap · tanh(logits / softcap)`; None leaves them.
         device: where the graph runs.
@@ -85,7 +87,7 @@ class RaggedDecoder(Module):
         norm: RMSNorm,
         lm_head: Module,
         kv_params: MultiKVCacheParams,
-        ropes: Mapping[str, RotaryTable],
+        ropes: Mapping[str, NDArray[np.float32]],
         return_logits: ReturnLogits,
         softcap: float | None,
         device: DeviceRef,
@@ -99,8 +101,25 @@ class RaggedDecoder(Module):
         self.return_logits = return_logits
         self.softcap = softcap
         self.device = device
-        self._ropes = ropes
+        self._ropes = {
+            kind: Weight(f"rope.{kind}", embed_tokens.weight.dtype, table.shape, device)
+            for kind, table in ropes.items()
+        }
+        self._tables = ropes
+        for kind, weight in self._ropes.items():
+            setattr(self, f"rope_{kind}", weight)
         self._kinds = [kind for _, kind in layers]
+
+    def bind(self, weights: State) -> None:
+        """Binds the checkpoint's weights, and the rotary tables beside them."""
+        tables = {
+            weight.name: from_numpy(
+                self._tables[kind].astype(numpy_dtype(weight.dtype)), weight.dtype, weight.name
+            )
+            for kind, weight in self._ropes.items()
+        }
+        # Tensors in a checkpoint file are aligned to their element size at most.
+        self.load_state_dict(weights | tables, weight_alignment=1)
 
     def input_tree(self) -> OrderedDict[str, object]:
         """The graph's inputs, named: its leaves, in order, are the buffer ABI.
@@ -150,16 +169,13 @@ class RaggedDecoder(Module):
         the wanted logits `[rows, vocab]` and each sequence's offset among them."""
         caches = {kind: tree.leaves(kv[kind], leaf=KVCacheInputsPerDevice)[0] for kind in kv}
         x = self.embed_tokens(tokens)
-        freqs = {
-            kind: ops.cast(rope.freqs_cis, x.dtype).to(x.device)
-            for kind, rope in self._ropes.items()
-        }
 
         def inputs(index: int, hidden: list[TensorValue]) -> list[Any]:
             kind = self._kinds[index]
             cache_layer = self._kinds[:index].count(kind)
             host_index = ops.constant(cache_layer, DType.uint32, device=DeviceRef.CPU())
-            return [hidden[0], caches[kind], row_offsets, freqs[kind], host_index]
+            table = TensorValue(self._ropes[kind])
+            return [hidden[0], caches[kind], row_offsets, table, host_index]
 
         (x,) = forward_sequential_layers(
             list(self.layers),

@@ -1,37 +1,33 @@
 """Rotary position embedding tables, for the half-split ("rotate half") layout.
 
-`freqs_cis[p] = (cos(p·f_0), sin(p·f_0), cos(p·f_1), ...)` with `f_i = theta^(-2i/d) / factor`
-(Su et al., arXiv 2104.09864; the factor is linear position scaling).
+Row p is `cos(p·f_0), sin(p·f_0), cos(p·f_1), ...` with `f_i = theta^(-2i/head_dim) / factor` (Su et
+al., arXiv 2104.09864; the factor is linear position scaling). Angles are rounded to float32, as
+transformers rounds them: at position 100,000 that is a hundredth of a radian.
+
+A table is bound to the graph like a weight, so that one compiled graph serves every theta.
 """
 
 from __future__ import annotations
 
-from max.graph import TensorValue
-from max.nn.rotary_embedding import RotaryEmbedding
+import numpy as np
+from numpy.typing import NDArray
 
 
-class RotaryTable(RotaryEmbedding):
-    """MAX's rotary table with linear scaling, tabulated for `max_seq_len` positions and more.
+def rotary_table(
+    *, theta: float, head_dim: int, positions: int, factor: float = 1.0
+) -> NDArray[np.float32]:
+    """The table of `positions` rows.
 
     Args:
         theta: the base period.
         head_dim: elements of one head, all of them rotated.
-        max_seq_len: the longest sequence the graph serves.
-        factor: linear scaling: position p is rotated like position p / factor.
+        positions: how many positions to tabulate.
+        factor: position p is rotated like position p / factor.
+
+    Returns:
+        float32 `[positions, head_dim]`.
     """
-
-    def __init__(
-        self, *, theta: float, head_dim: int, max_seq_len: int, factor: float = 1.0
-    ) -> None:
-        super().__init__(
-            dim=head_dim,
-            n_heads=1,
-            theta=theta,
-            max_seq_len=max_seq_len,
-            head_dim=head_dim,
-            interleaved=False,
-        )
-        self.factor = factor
-
-    def _compute_inv_freqs(self) -> TensorValue:
-        return super()._compute_inv_freqs() / self.factor
+    exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    frequencies = (theta**-exponents).astype(np.float32) / np.float32(factor)
+    angles = np.arange(positions, dtype=np.float32)[:, None] * frequencies
+    return np.stack([np.cos(angles), np.sin(angles)], axis=-1).reshape(positions, head_dim)

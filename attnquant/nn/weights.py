@@ -24,7 +24,7 @@ from attnquant.errors import CheckpointError, SettingsError
 from attnquant.nn.quantize import Quantizer, coverage_of
 from attnquant.nn.tensors import State, from_numpy, numpy_dtype, to_numpy
 from attnquant.nvfp4.coverage import LM_HEAD
-from attnquant.projections import ProjectionKey, fused_groups, group_module, strip_prefix
+from attnquant.projections import ProjectionKey, Role, fused_groups, group_module, strip_prefix
 from attnquant.settings import Settings
 from attnquant.theta import decompose_decoder, effective_weight
 
@@ -187,7 +187,7 @@ def _checked(
     return others
 
 
-def _dense(module: str, parts: Mapping[str, WeightData], dtype: DType, rebuilt: bool) -> State:
+def _dense(module: str, parts: Mapping[Role, WeightData], dtype: DType, rebuilt: bool) -> State:
     """The parts as they are, if they are the file's memory and stay it; else one stacked array."""
     as_stored = not rebuilt and all(part.dtype == dtype for part in parts.values())
     if len(parts) > 1 and as_stored:

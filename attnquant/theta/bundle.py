@@ -71,7 +71,7 @@ class ThetaBundle:
     @property
     def rank(self) -> int:
         """Columns of `u` and of `v`."""
-        return self.u.shape[1]
+        return int(self.u.shape[1])
 
 
 def stored_bytes(bundles: Iterable[ThetaBundle]) -> int:

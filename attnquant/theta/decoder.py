@@ -57,6 +57,7 @@ def _decompose(
     with tqdm(total=sum(map(len, groups)), desc="theta", unit="weight", disable=None) as bar:
         for group in groups:
             names = [f"{key.module}.weight" for key in group]
-            bundles = decompose([load(key) for key in group], rank, names)
-            yield dict(zip(group, bundles, strict=True))
+            yield dict(
+                zip(group, decompose([load(key) for key in group], rank, names), strict=True)
+            )
             bar.update(len(group))

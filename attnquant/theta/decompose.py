@@ -38,8 +38,8 @@ _STRIP = 1 << 22
 # Columns that subspace iteration carries beyond the rank: they make it converge faster.
 _EXTRA_COLUMNS = 16
 
-# Up to this many columns of the matrix to a carried one the exact way costs at most half as much again
-# as iterating: measured with OpenBLAS on one AVX2 core, 640 and 1152 columns, ranks 32 and 64.
+# Up to this many columns of the matrix to a carried one the exact way costs half as much again as
+# iterating, or less: measured with OpenBLAS on one AVX2 core, 640 and 1152 columns, ranks 32 and 64.
 _EXACT_BELOW = 12
 
 # A round that lowers the squared error by less than this part of it is the last.
@@ -117,21 +117,24 @@ def low_rank(
         return u, v
     if rank == 0:
         return np.empty((rows, 0), np.float32), np.empty((columns, 0), np.float32)
+    v = _with_fixed_signs(_right_vectors(matrix, rank)).astype(np.float32)
+    return _times(matrix, v.astype(np.float64)).astype(np.float32), v
+
+
+def _right_vectors(matrix: NDArray[np.float32], rank: int) -> NDArray[np.float64]:
+    """The leading right singular vectors, `[columns, rank]`, the largest first."""
     width = rank + _EXTRA_COLUMNS
-    if columns <= _EXACT_BELOW * width:
-        v = _leading_eigenvectors(_gram(matrix), rank)
-    else:
-        basis = _leading_subspace(matrix, rank, width)
-        image = _times(matrix, basis)
-        v = basis @ _leading_eigenvectors(image.T @ image, rank)
-    rounded = _with_fixed_signs(v).astype(np.float32)
-    return _times(matrix, rounded.astype(np.float64)).astype(np.float32), rounded
+    if matrix.shape[1] <= _EXACT_BELOW * width:
+        return _leading_eigenvectors(_gram(matrix), rank)
+    basis = _leading_subspace(matrix, rank, width)
+    image = _times(matrix, basis)
+    return basis @ _leading_eigenvectors(image.T @ image, rank)
 
 
-def _leading_subspace(matrix: NDArray[np.float32], rank: int, width: int) -> NDArray[Any]:
-    """An orthonormal basis `[columns, width]` that holds the leading right singular vectors."""
+def _leading_subspace(matrix: NDArray[np.float32], rank: int, width: int) -> NDArray[np.float64]:
+    """An orthonormal float64 basis `[columns, width]` that all but holds those vectors."""
     start = np.random.default_rng(0).standard_normal((matrix.shape[1], width), np.float32)
-    basis: NDArray[Any] = np.linalg.qr(matrix.T @ (matrix @ start))[0]
+    basis = np.linalg.qr(matrix.T @ (matrix @ start))[0]
     energy = float(np.vdot(matrix, matrix))
     captured = 0.0
     for _ in range(_MOST_ROUNDS):

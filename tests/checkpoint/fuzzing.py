@@ -20,19 +20,20 @@ _A = safetensors({"a": np.arange(4, dtype=np.float32), "b": np.arange(3, dtype=n
 _C = safetensors({"c": np.ones((2, 2), np.int16)})
 _LARGEST_VALUES = 1 << 20
 
+_ESCAPED = b'{"\\u0061": {"shape":[2,1],"dtype":"BF16","data_offsets":[0,4]}}  '
+_SPACED = {"__metadata__": {"k": "v"}, "x": entry("F32", [], 0, 4)}
+_WEIGHT_MAP = {"a": "x.safetensors", "b": "x.safetensors", "c": "y.safetensors"}
+
 SEEDS: tuple[bytes, ...] = (
     bytes([SHARD]) + _A,
-    bytes([SHARD]) + raw({"__metadata__": {"k": "v"}, "x": entry("F32", [], 0, 4)}, bytes(4)),
-    bytes([SHARD]) + raw(b'{"\\u0061": {"shape":[2,1],"dtype":"BF16","data_offsets":[0,4]}}  ', b"1234"),
+    bytes([SHARD]) + raw(_SPACED, bytes(4)),
+    bytes([SHARD]) + raw(_ESCAPED, b"1234"),
     bytes([SHARD]) + raw({}),
     bytes([SHARD]) + b"version https://git-lfs.github.com/spec/v1\n",
-    bytes([INDEX])
-    + json.dumps(
-        {"metadata": {}, "weight_map": {n: f"{s}.safetensors" for n, s in zip("abc", "xxy", strict=True)}}
-    ).encode(),
+    bytes([INDEX]) + json.dumps({"metadata": {}, "weight_map": _WEIGHT_MAP}).encode(),
     bytes([INDEX]) + b'{"weight_map": {"a": "../x.safetensors"}}',
     bytes([CONFIG]) + b'{"model_type": "gemma3_text", "n": [1, 2.5e3, null, true, {}]}',
-)  # fmt: skip
+)
 
 
 def open_any(data: bytes, directory: Path) -> bool:

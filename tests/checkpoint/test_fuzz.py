@@ -63,12 +63,11 @@ def test_only_checkpoint_errors_escape(tmp_path: Path) -> None:
     good = 0
     for _ in range(MUTATIONS):
         data = bytearray(generator.choice(SEEDS))
-        for _ in range(generator.randrange(1, 5)):
+        for _ in range(generator.randrange(1, 4)):
             if len(data) > 1:
                 generator.choice(KINDS)(data, generator)
         good += open_any(bytes(data), tmp_path)
-    # Neither extreme would test much.
-    assert MUTATIONS / 100 < good < MUTATIONS / 2
+    assert 20 < good < MUTATIONS / 2  # neither extreme would test much
 
 
 @pytest.mark.parametrize("seed", range(len(SEEDS)))

@@ -1,0 +1,20 @@
+"""Rotary tables against the formula, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from attnquant.nn.rotary import rotary_table
+
+
+@pytest.mark.parametrize("factor", [1.0, 8.0])
+def test_rows_are_cosine_and_sine_of_each_angle(factor: float) -> None:
+    theta, head_dim = 10_000.0, 64
+    table = rotary_table(theta=theta, head_dim=head_dim, positions=300, factor=factor)
+    assert table.shape == (300, head_dim)
+    assert table.dtype == np.float32
+    frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim) / factor
+    angles = np.arange(300)[:, None] * frequencies
+    assert np.allclose(table[:, 0::2], np.cos(angles), atol=2e-5)
+    assert np.allclose(table[:, 1::2], np.sin(angles), atol=2e-5)
