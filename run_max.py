@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parent
 # Subcommands that load a model, and so know --custom-architectures.
 MODEL_COMMANDS = ("serve", "generate", "encode", "warm-cache")
 
+MODEL_OPTIONS = ("--model", "--model-path")
+
 # Where MAX writes, rather than where it is installed.
 DATA_VARIABLE = re.compile(r"MODULAR_\w*(CACHE|LOG|FILENAME|OUTPUT|DUMP|TRACE)")
 
@@ -78,22 +80,33 @@ def _given(arguments: Sequence[str], option: str) -> bool:
     return any(argument.partition("=")[0] in names for argument in arguments)
 
 
-def with_demo(arguments: Sequence[str]) -> list[str]:
-    """Replaces `--model demo` by the path of the demo checkpoint, which it prepares if need be."""
-    options = ("--model", "--model-path")
-    spelled = [f"{option}=demo" for option in options]
-    result = list(arguments)
-    for index, argument in enumerate(result):
-        separate = index > 0 and result[index - 1] in options and argument == "demo"
-        if not separate and argument not in spelled:
-            continue
-        from attnquant.demo import prepare_demo
+def _value(arguments: Sequence[str], options: Sequence[str]) -> str | None:
+    """What the user gave for an option, whichever way it is spelled."""
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, separator, value = argument.partition("=")
+        if name in options:
+            return value if separator else following
+    return None
 
-        path = str(prepare_demo())
-        result[index] = path if separate else f"{argument.partition('=')[0]}={path}"
-        if result[0] == "serve" and not _given(result, "--served-model-name"):
-            result += ["--served-model-name", "demo"]
-        break
+
+def with_demo(arguments: Sequence[str], directory: Path) -> list[str]:
+    """Puts the demo checkpoint's directory in the place of `--model demo`.
+
+    On `serve` the model is called `demo`. On `generate` the prompt is continued as it stands, since
+    a base model has not learned to answer in turns.
+    """
+    result = []
+    for previous, argument in zip(["", *arguments], arguments, strict=False):
+        name, separator, value = argument.partition("=")
+        if previous in MODEL_OPTIONS and argument == "demo":
+            argument = str(directory)
+        elif name in MODEL_OPTIONS and separator and value == "demo":
+            argument = f"{name}={directory}"
+        result.append(argument)
+    if arguments[0] == "serve" and not _given(arguments, "--served-model-name"):
+        result += ["--served-model-name", "demo"]
+    if arguments[0] == "generate" and not _given(arguments, "--chat-template"):
+        result += ["--chat-template", str(directory / "completion.jinja")]
     return result
 
 
@@ -108,15 +121,19 @@ def main(arguments: Sequence[str]) -> int:
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
 
+    from attnquant import preflight
     from attnquant.errors import AttnquantError
-    from attnquant.settings import Settings
 
     arguments = list(arguments)
     wants_help = "--help" in arguments
     try:
         if arguments and arguments[0] in MODEL_COMMANDS and not wants_help:
-            Settings.read()
-            arguments = with_demo(arguments)
+            preflight.check_settings()
+            if _value(arguments, MODEL_OPTIONS) == "demo":
+                from attnquant.demo import prepare_demo
+
+                arguments = with_demo(arguments, prepare_demo(quiet=RESTARTED in os.environ))
+            preflight.check_model(_value(arguments, MODEL_OPTIONS))
             from max.driver import accelerator_count
 
             arguments = with_defaults(arguments, has_accelerator=accelerator_count() > 0)

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     ARCHITECTURES: list[SupportedArchitecture]
 
 __version__ = "0.1.0"
-__all__ = ["ARCHITECTURES", "__version__"]
+__all__ = ["ARCHITECTURES", "SERVED", "__version__"]
+
+SERVED: tuple[str, ...] = ("Gemma3ForCausalLM",)
+"""The names of `ARCHITECTURES`, for who must not import MAX to know them."""
 
 
 def __getattr__(name: str) -> Any:

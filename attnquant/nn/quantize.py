@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from collections.abc import Mapping
@@ -24,32 +23,7 @@ from attnquant.nvfp4.coverage import LM_HEAD, Coverage
 from attnquant.nvfp4.format import NVFP4Weight, empty_parts
 from attnquant.nvfp4.report import LoadReport, ProjectionRecord
 from attnquant.projections import ProjectionKey
-from attnquant.settings import QuantScales, Settings
-
-
-def coverage_of(
-    settings: Settings, shapes: DecoderShapes, stored: Mapping[str, StoredWeight]
-) -> Coverage:
-    """What runs from NVFP4: what the settings ask for, and what the checkpoint holds in it.
-
-    Raises:
-        SettingsError: a pattern of ATTNQUANT_QUANT_IGNORE matches nothing.
-    """
-    asked = Coverage.none(shapes.projections)
-    if settings.quant == "nvfp4":
-        asked = Coverage.of(
-            shapes.projections,
-            ignore=settings.quant_ignore,
-            head=shapes.head if settings.quant_lm_head == "nvfp4" else None,
-        )
-    packed = {path for path, weight in stored.items() if weight.is_nvfp4}
-    return dataclasses.replace(
-        asked,
-        reasons={
-            key: None if key.module in packed else reason for key, reason in asked.reasons.items()
-        },
-        lm_head=asked.lm_head or LM_HEAD in packed,
-    )
+from attnquant.settings import QuantScales
 
 
 class Quantizer:

@@ -17,21 +17,17 @@ from max.driver import is_virtual_device_mode
 from max.dtype import DType
 from max.graph.weights import WeightData, Weights
 
-from attnquant.checkpoint.nvfp4_layouts import StoredWeight, is_cache_scale, stored_weights
+from attnquant.checkpoint.nvfp4_layouts import LM_HEAD, StoredWeight
 from attnquant.checkpoint.safetensors import DTYPE_NAMES, TensorSpec
+from attnquant.checkpoint.verify import decoder_tensors
 from attnquant.decoder_shapes import DecoderShapes
-from attnquant.errors import CheckpointError, SettingsError
-from attnquant.nn.quantize import Quantizer, coverage_of
+from attnquant.errors import SettingsError
+from attnquant.nn.quantize import Quantizer
 from attnquant.nn.tensors import State, from_numpy, numpy_dtype, to_numpy
-from attnquant.nvfp4.coverage import LM_HEAD
-from attnquant.projections import ProjectionKey, Role, fused_groups, group_module, strip_prefix
+from attnquant.nvfp4.coverage import coverage_of
+from attnquant.projections import ProjectionKey, Role, fused_groups, group_module
 from attnquant.settings import Settings
 from attnquant.theta import decompose_decoder, effective_weight
-
-# Checkpoints may carry these, and no graph needs them.
-_DERIVED = ".rotary_emb.inv_freq"
-
-_DENSE = (DType.bfloat16, DType.float16, DType.float32)
 
 
 def decoder_weights(
@@ -54,9 +50,9 @@ def decoder_weights(
     """
     shapes = DecoderShapes.from_config(config)
     data = {name: weights.data() for name, weights in tensors.items()}
-    stored = stored_weights(_specs(data), config)
-    others = _checked(data, stored, shapes)
-    coverage = coverage_of(settings, shapes, stored)
+    names, stored = decoder_tensors(_specs(data), shapes, config)
+    packed = {path for path, weight in stored.items() if weight.is_nvfp4}
+    coverage = coverage_of(settings, shapes, packed)
     rebuilt = _rebuild(data, stored, shapes, dtype, settings)
 
     state: State = {}
@@ -79,16 +75,19 @@ def decoder_weights(
                 state |= group(
                     group_module(layer, roles), {key: stored[key.module] for key in keys}
                 )
+        head = StoredWeight(
+            module="embed_tokens",
+            shape=shapes.head,
+            layout="dense",
+            names=(names["embed_tokens.weight"],),
+        )
+        if not shapes.tied:
+            head = stored[LM_HEAD]
         if coverage.lm_head:
-            tied = StoredWeight(
-                module="embed_tokens",
-                shape=shapes.head,
-                layout="dense",
-                names=(others["embed_tokens.weight"].name,),
-            )
-            state |= quantizer.head(tied if shapes.tied else stored[LM_HEAD])
-            others.pop("lm_head.weight", None)
-    return state | {name: _converted([weight], dtype, name) for name, weight in others.items()}
+            state |= quantizer.head(head)
+        elif not shapes.tied:
+            names["lm_head.weight"] = head.names[0]
+    return state | {name: _converted([data[source]], dtype, name) for name, source in names.items()}
 
 
 def _rebuild(
@@ -142,49 +141,6 @@ def _specs(data: Mapping[str, WeightData]) -> dict[str, TensorSpec]:
         )
         for name, weight in data.items()
     }
-
-
-def _checked(
-    data: Mapping[str, WeightData], stored: Mapping[str, StoredWeight], shapes: DecoderShapes
-) -> State:
-    """Holds every tensor against what config.json implies; returns those that no projection has.
-
-    Their names have lost the checkpoint's prefix.
-    """
-    expected = shapes.tensors
-    linear = {name: f"{path}.weight" for path, weight in stored.items() for name in weight.names}
-    others: State = {}
-    seen: set[str] = set()
-    for name, weight in data.items():
-        short = linear.get(name, strip_prefix(name))
-        if short.endswith(_DERIVED) or is_cache_scale(name):
-            continue
-        if short == "lm_head.weight" and shapes.tied:
-            # Some writers store the tied head again; as in transformers, the embedding counts.
-            continue
-        found = list(map(int, weight.shape))
-        if name in linear:
-            found = list(stored[short.removesuffix(".weight")].shape)
-        if short not in expected:
-            problem = f"not a tensor of {shapes.architecture} with this config.json"
-        elif short in others:
-            problem = "found twice, under two prefixes"
-        elif found != list(expected[short]):
-            problem = f"found shape {found}, config.json implies {list(expected[short])}"
-        elif name not in linear and weight.dtype not in _DENSE:
-            problem = f"found dtype {weight.dtype}, expected bfloat16, float16 or float32"
-        else:
-            seen.add(short)
-            if short.removesuffix(".weight") not in stored or short == "lm_head.weight":
-                others[short] = weight
-            continue
-        raise CheckpointError(f"tensor {name}: {problem}; download or convert the checkpoint again")
-    if missing := sorted(expected.keys() - seen):
-        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(
-            f"tensor {missing[0]} is missing{more}; download the checkpoint again"
-        )
-    return others
 
 
 def _dense(module: str, parts: Mapping[Role, WeightData], dtype: DType, rebuilt: bool) -> State:

@@ -19,9 +19,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from attnquant.decoder_shapes import DecoderShapes
 from attnquant.errors import CheckpointError, SettingsError, UnsupportedError
 from attnquant.nvfp4.format import BLOCK_SIZE
 from attnquant.projections import PREFIXES, ROLES, ProjectionKey, Role, fused_groups
+from attnquant.settings import Settings
 
 LM_HEAD = "lm_head"
 IGNORED = "ignored"
@@ -130,6 +132,32 @@ class Coverage:
                     for role, answer in zip(members, answers, strict=True)
                 ]
         return tuple(groups)
+
+
+def coverage_of(settings: Settings, shapes: DecoderShapes, packed: Collection[str]) -> Coverage:
+    """What a decoder runs from NVFP4: what the settings ask for, and what the checkpoint has so.
+
+    Args:
+        settings: what the user asked for.
+        shapes: of the decoder.
+        packed: module paths below the decoder of what the checkpoint holds in NVFP4.
+
+    Raises:
+        SettingsError: a pattern of ATTNQUANT_QUANT_IGNORE matches nothing.
+    """
+    asked = Coverage.none(shapes.projections)
+    if settings.quant == "nvfp4":
+        asked = Coverage.of(
+            shapes.projections,
+            ignore=settings.quant_ignore,
+            head=shapes.head if settings.quant_lm_head == "nvfp4" else None,
+        )
+    return Coverage(
+        reasons={
+            key: None if key.module in packed else reason for key, reason in asked.reasons.items()
+        },
+        lm_head=asked.lm_head or LM_HEAD in packed,
+    )
 
 
 def declared_ignore(

@@ -39,7 +39,7 @@ _STRIP = 1 << 22
 _EXTRA_COLUMNS = 16
 
 # Up to this many columns of the matrix to a carried one the exact way costs half as much again as
-# iterating, or less: measured with OpenBLAS on one AVX2 core, 640 and 1152 columns, ranks 32 and 64.
+# iterating, or less: measured on one AVX2 core, with 640 and 1152 columns and ranks 32 and 64.
 _EXACT_BELOW = 12
 
 # A round that lowers the squared error by less than this part of it is the last.

@@ -128,22 +128,22 @@ ONE = np.ones((1,), ml_dtypes.bfloat16)
         ),
         pytest.param(
             {"model.layers.0.self_attn.qq_proj.weight": ONE},
-            "model.layers.0.self_attn.qq_proj.weight: not a tensor of Gemma3ForCausalLM",
+            "model.layers.0.self_attn.qq_proj.weight: unknown, expected only what Gemma3ForCausalLM",
             id="unknown",
         ),
         pytest.param(
             {"model.norm.weight": ONE},
-            "model.norm.weight: found shape [1], config.json implies [128]",
+            "model.norm.weight: found shape [1], expected [128] as config.json implies",
             id="shape",
         ),
         pytest.param(
             {"language_model.model.norm.weight": CASE.tensors()["model.norm.weight"]},
-            "norm.weight: found twice, under two prefixes",
+            "the same weight under another prefix",
             id="twice",
         ),
         pytest.param(
             {"model.norm.weight": np.ones((128,), np.int8)},
-            "model.norm.weight: found dtype DType.int8, expected bfloat16, float16 or float32",
+            "model.norm.weight: found dtype I8, expected BF16, F16, F32",
             id="dtype",
         ),
     ],

@@ -1,0 +1,59 @@
+"""What is wrong is said before MAX starts: one line, status 2, no traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from attnquant.errors import CheckpointError, SettingsError
+from attnquant.preflight import check_model
+from tests.test_run_max import run
+from tests.tiny.gemma3 import CASES
+
+CASE = CASES["pattern2-scalar"]
+
+
+def test_a_good_checkpoint_passes(tmp_path: Path) -> None:
+    check_model(str(CASE.write(tmp_path / "good")))
+
+
+def test_ids_and_other_architectures_are_max_s_to_judge(tmp_path: Path) -> None:
+    check_model("google/gemma-3-1b-it")
+    check_model(None)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    check_model(str(tmp_path))
+
+
+def test_a_truncated_file_is_refused_by_the_command(tmp_path: Path) -> None:
+    directory = CASE.write(tmp_path / "short")
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    result = run("generate", "--model", str(directory), "--prompt", "x")
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("run_max.py: ") and "model.safetensors" in line
+
+
+def test_settings_of_the_checkpoint_are_checked_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = CASE.write(tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"attnquant": {"quants": "nvfp4"}}))
+    with pytest.raises(SettingsError, match="did you mean quant"):
+        check_model(str(directory))
+    (directory / "config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("ATTNQUANT_QUANT", "nvfp4")
+    monkeypatch.setenv("ATTNQUANT_QUANT_IGNORE", "self_atn")
+    with pytest.raises(SettingsError, match="'self_atn' matches no projection"):
+        check_model(str(directory))
+
+
+def test_a_config_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> None:
+    directory = CASE.write(tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"intermediate_size": 512}))
+    with pytest.raises(CheckpointError, match="expected .* as config.json implies"):
+        check_model(str(directory))
