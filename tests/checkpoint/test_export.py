@@ -229,8 +229,10 @@ def test_kill_9_during_an_export(tmp_path: Path) -> None:
     for _ in range(15):
         child = os.fork()
         if child == 0:
-            export_nvfp4(src, target, encode=ABSMAX, **arguments)
-            os._exit(0)
+            try:
+                export_nvfp4(src, target, encode=ABSMAX, **arguments)
+            finally:
+                os._exit(0)
         time.sleep(seed.uniform(0, 0.15))
         os.kill(child, signal.SIGKILL)
         killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])

@@ -238,8 +238,10 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
     for _ in range(25):
         child = os.fork()
         if child == 0:
-            write(target, content, shard_bytes=160, progress=lambda _: time.sleep(0.0005))
-            os._exit(0)
+            try:
+                write(target, content, shard_bytes=160, progress=lambda _: time.sleep(0.0005))
+            finally:
+                os._exit(0)
         time.sleep(seed.uniform(0, 0.2))
         os.kill(child, signal.SIGKILL)
         killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
