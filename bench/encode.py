@@ -45,9 +45,10 @@ ENCODERS: dict[str, Callable[[NDArray[np.float32]], NVFP4Weight]] = {
 
 def projections(checkpoint: Checkpoint, layers: int | None) -> Iterator[NDArray[np.float32]]:
     """The projections of the first layers (all of them if None), as float32."""
-    for name in checkpoint:
+    for name, info in checkpoint.tensors.items():
         key = parse_projection(name)
-        if key is not None and (layers is None or key.layer < layers):
+        wanted = key is not None and (layers is None or key.layer < layers)
+        if wanted and info.numpy_dtype.itemsize > 1:
             yield np.asarray(checkpoint.array(name), np.float32)
             checkpoint.release(name)
 

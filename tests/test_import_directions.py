@@ -24,7 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"kernels"}),
     frozenset({"nn"}),
     frozenset({"gemma3", "gemma4"}),
-    frozenset({"inspect", "cli"}),
+    frozenset({"inspect", "preflight", "cli"}),
     frozenset({"__init__", "__main__"}),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

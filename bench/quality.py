@@ -1,0 +1,331 @@
+"""What NVFP4 does to a model's answers: its next-token distributions against the original's.
+
+The evaluation text goes through the model in chunks of 512 tokens, each `<bos>` and the next 511.
+At every position that has a next token, the distribution over the whole vocabulary is held against
+the unquantized model's in the same run: KL divergence in nats, KL(unquantized || quantized), whether
+both put the same token first, and the perplexity of the text. The standard error is that of a mean
+over positions; that of "against absmax" takes into account that both were measured on the same ones.
+
+By default what is measured is what quantizing did to the weights, on any device: weights are
+quantized, decoded, and run through the float32 graph. `--packed` runs the packed weights through the
+graph that is served instead, which adds what that device does to activations.
+
+A global scale moves the rounding of every block scale, and with it the KL divergence by some
+percent, up or down: luck, not skill. So each figure is the mean over several global scales, from
+the largest magnitude times 1 up to below 2, evenly in the logarithm.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from max.driver import CPU
+from max.dtype import DType
+from max.engine import InferenceSession
+from max.graph.weights import Weights, load_weights
+from max.nn.transformer import ReturnLogits
+from max.pipelines import PIPELINE_REGISTRY, PipelineArgs, PipelineConfig
+from max.pipelines.context import TextContext
+from max.pipelines.context.tokens import TokenBuffer
+from max.pipelines.kv_cache.registry import load_kv_manager
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+from attnquant.decoder_shapes import DecoderShapes
+from attnquant.gemma3.model import Gemma3Model
+from attnquant.gemma3.weight_adapters import convert_safetensors
+from attnquant.kernels.codec import decode, encode, largest_magnitude
+from attnquant.nn.tensors import State, from_numpy, to_numpy
+from attnquant.nvfp4.format import NVFP4Weight
+from attnquant.projections import BLOCK_OF_ROLE, fused_groups, group_module
+from bench.common import EVALUATION_TEXT, Run, environment, model_directory
+
+SCALES = ("absmax", "mse")
+COVERAGES: dict[str, tuple[str, ...]] = {
+    "attention + MLP": ("self_attn", "mlp"),
+    "MLP only": ("mlp",),
+}
+MAX_LENGTH = 2048
+
+Logits = Callable[[Sequence[int]], NDArray[np.float32]]
+"""Token ids to logits `[tokens, vocab]`."""
+
+Change = Callable[[State, DecoderShapes], State]
+"""What is done to a graph's weights before they are bound."""
+
+
+def unchanged(state: State, shapes: DecoderShapes) -> State:
+    """The original weights."""
+    del shapes
+    return state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """Quantizes a graph's dense weights, as loading with `ATTNQUANT_QUANT=nvfp4` does.
+
+    Attributes:
+        scales: how block scales are chosen.
+        blocks: whose projections are quantized: `self_attn`, `mlp`.
+        factor: what a fused group's largest magnitude is multiplied by for its global scale.
+        packed: whether weights stay packed, or are decoded again.
+    """
+
+    scales: Any
+    blocks: tuple[str, ...]
+    factor: float
+    packed: bool
+
+    def __call__(self, state: State, shapes: DecoderShapes) -> State:
+        """The state with the weights of these blocks' fused groups replaced."""
+        state = dict(state)
+        for layer, layer_shapes in enumerate(shapes.layers):
+            for roles in fused_groups(tuple(layer_shapes.projections)):
+                if BLOCK_OF_ROLE[roles[0]] in self.blocks:
+                    self._replace(state, group_module(layer, roles), roles)
+        return state
+
+    def _replace(self, state: State, module: str, roles: Sequence[str]) -> None:
+        candidates = (f"{module}.weight", *(f"{module}.{role}.weight" for role in roles))
+        parts = {name: to_numpy(state.pop(name)) for name in candidates if name in state}
+        largest = max(float(largest_magnitude(part, name=name)) for name, part in parts.items())
+        packed = {
+            name: encode(part, scales=self.scales, amax=largest * self.factor, name=name)
+            for name, part in parts.items()
+        }
+        if not self.packed:
+            for name, part in packed.items():
+                state[name] = from_numpy(decode(part), DType.float32, name)
+            return
+        whole = NVFP4Weight.stack(list(packed.values()))
+        tensors = {
+            "codes": (whole.codes, DType.uint8),
+            "block_scales": (whole.block_scales.view(np.uint8), DType.uint8),
+            # One for each role: the graph does not know that they are equal.
+            "global_scales": (np.repeat(whole.global_scales[:1], len(roles)), DType.float32),
+        }
+        for name, (array, dtype) in tensors.items():
+            state[f"{module}.{name}"] = from_numpy(array, dtype, f"{module}.{name}")
+
+
+def load(directory: Path, change: Change) -> Logits:
+    """Compiles the checkpoint's graph in float32, with every position's logits, on the CPU."""
+    config = PipelineConfig.from_args(
+        PipelineArgs.from_flat_kwargs(
+            model_path=str(directory),
+            custom_architectures=["attnquant"],
+            device_specs="cpu",
+            quantization_encoding="float32",
+            max_length=MAX_LENGTH,
+            max_batch_size=1,
+            enable_prefix_caching=False,
+        )
+    )
+
+    def adapter(tensors: dict[str, Weights], *, huggingface_config: Any, **rest: Any) -> State:
+        state = convert_safetensors(tensors, huggingface_config=huggingface_config, **rest)
+        return change(state, DecoderShapes.from_config(huggingface_config.to_dict()))
+
+    plan = PIPELINE_REGISTRY.retrieve_factory(config).memory_plan
+    session = InferenceSession(devices=[CPU()])
+    model = Gemma3Model(
+        config,
+        session,
+        [CPU()],
+        config.model.kv_cache,
+        load_weights(sorted(directory.glob("*.safetensors"))),
+        memory_plan=plan,
+        adapter=adapter,
+        return_logits=ReturnLogits.ALL,
+        max_batch_size=1,
+    )
+    cache = load_kv_manager(
+        params=model.kv_params,
+        max_batch_size=1,
+        max_seq_len=model.max_seq_len,
+        session=session,
+        available_cache_memory=plan.available_cache_memory,
+        is_di_enabled=False,
+        model_name=config.model.model_name,
+        max_num_input_tokens=None,
+    )
+
+    def logits(tokens: Sequence[int]) -> NDArray[np.float32]:
+        context = TextContext(max_length=MAX_LENGTH, tokens=TokenBuffer(np.array(tokens, np.int64)))
+        cache.claim(context, replica_idx=0)
+        cache.alloc(context).synchronize()
+        inputs = model.prepare_initial_token_inputs(
+            [[context]], cache.runtime_inputs([[context]]), return_n_logits=1
+        )
+        rows: NDArray[np.float32] = model.execute(model_inputs=inputs).logits.to_numpy()
+        cache.release(context)
+        return rows
+
+    return logits
+
+
+def chunks(tokens: Sequence[int], size: int) -> list[list[int]]:
+    """`<bos>`, which is the first token, and each following run of `size - 1` tokens."""
+    bos, *text = tokens
+    return [[bos, *text[start : start + size - 1]] for start in range(0, len(text), size - 1)]
+
+
+def compare(
+    reference: NDArray[np.float32], other: NDArray[np.float32], targets: Sequence[int]
+) -> NDArray[np.float64]:
+    """Holds two models' logits against each other.
+
+    Args:
+        reference: `[positions, vocab]`.
+        other: `[positions, vocab]`.
+        targets: each position's next token.
+
+    Returns:
+        `[3, positions]`: KL(reference || other) in nats, 1 where both put the same token first and
+        0 elsewhere, and -log p(target) of `other`.
+    """
+    # A row at a time stays in the processor's cache. Sums of a vocabulary are float64's.
+    result = np.empty((3, len(targets)))
+    for row, (p, q, target) in enumerate(zip(reference, other, targets, strict=True)):
+        p, q = p - p.max(), q - q.max()
+        weight = np.exp(p)
+        p_total = weight.sum(dtype=np.float64)
+        q_total = np.exp(q).sum(dtype=np.float64)
+        mean = (weight * (p - q)).sum(dtype=np.float64) / p_total
+        result[0, row] = mean + np.log(q_total / p_total)
+        result[1, row] = p.argmax() == q.argmax()
+        result[2, row] = np.log(q_total) - q[target]
+    return result
+
+
+def measure(
+    pieces: Sequence[Sequence[int]], original: Logits, others: Mapping[str, Logits]
+) -> dict[str, NDArray[np.float64]]:
+    """`compare` over all chunks, by model; the original itself, as "", is compared too."""
+    results: dict[str, list[NDArray[np.float64]]] = {name: [] for name in ("", *others)}
+    for piece in tqdm(pieces, unit="chunk", disable=None):
+        reference, targets = original(piece)[:-1], piece[1:]
+        results[""].append(compare(reference, reference, targets))
+        for name, model in others.items():
+            results[name].append(compare(reference, model(piece)[:-1], targets))
+    return {name: np.concatenate(parts, axis=1) for name, parts in results.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """Means over positions, and their standard errors.
+
+    Attributes:
+        kl: nats.
+        top1: fraction of positions where both models put the same token first.
+        perplexity: of the text under the quantized model.
+        against_absmax: this KL divergence over abs-max scales'.
+    """
+
+    kl: float
+    kl_error: float
+    top1: float
+    top1_error: float
+    perplexity: float
+    against_absmax: float
+    against_absmax_error: float
+
+    @classmethod
+    def of(cls, figures: NDArray[np.float64], absmax: NDArray[np.float64]) -> Quality:
+        """Summarizes `compare`'s figures; `absmax` are those of abs-max scales."""
+        kl, top1, nll = figures
+        over = kl.mean() / absmax[0].mean()
+        return cls(
+            kl=float(kl.mean()),
+            kl_error=standard_error(kl),
+            top1=float(top1.mean()),
+            top1_error=standard_error(top1),
+            perplexity=float(np.exp(nll.mean())),
+            against_absmax=float(over),
+            # The delta method for a ratio of two means over the same positions.
+            against_absmax_error=standard_error(kl - over * absmax[0]) / float(absmax[0].mean()),
+        )
+
+
+def standard_error(values: NDArray[np.float64]) -> float:
+    """Of the mean."""
+    return float(values.std(ddof=1) / len(values) ** 0.5)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    run = Run("quality", __doc__)
+    run.parser.add_argument("--chunk", type=int, default=512, help="tokens a chunk, with <bos>")
+    run.parser.add_argument("--chunks", type=int, help="only the first so many")
+    run.parser.add_argument("--global-scales", type=int, default=4, help="how many to average over")
+    run.parser.add_argument("--packed", action="store_true", help="the graph that is served")
+    options = run.parse(arguments)
+    # The settings are this command's to choose.
+    for name in os.environ.keys() - environment().keys():
+        del os.environ[name]
+    directory = model_directory(options.model)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokens = tokenizer.encode(EVALUATION_TEXT.read_text(encoding="utf-8")).ids
+    pieces = chunks(tokens, options.chunk)[: options.chunks]
+    factors = [2 ** (index / options.global_scales) for index in range(options.global_scales)]
+
+    original = load(directory, unchanged)
+    rows = [("weights", "scales", "KL, nats", "against absmax", "top-1", "perplexity")]
+    qualities: dict[str, Any] = {}
+    for coverage, blocks in COVERAGES.items():
+        total: dict[str, NDArray[np.float64]] = {}
+        by_factor: dict[str, list[float]] = {scales: [] for scales in SCALES}
+        for factor in factors:
+            models = {
+                scales: load(
+                    directory,
+                    Quantized(scales=scales, blocks=blocks, factor=factor, packed=options.packed),
+                )
+                for scales in SCALES
+            }
+            for name, figures in measure(pieces, original, models).items():
+                total[name] = total.get(name, 0) + figures / len(factors)
+                if name:
+                    by_factor[name].append(float(figures[0].mean()))
+        if not qualities:
+            base = float(np.exp(total[""][2].mean()))
+            qualities["unquantized"] = {"perplexity": base}
+            rows.append(("unquantized", "", "", "", "", f"{base:.2f}"))
+        for scales in SCALES:
+            quality = Quality.of(total[scales], total["absmax"])
+            qualities[f"{coverage}, {scales}"] = asdict(quality) | {
+                "kl_by_global_scale": by_factor[scales]
+            }
+            rows.append(_row(coverage, scales, quality))
+    run.report(
+        rows,
+        {
+            "positions": sum(len(piece) - 1 for piece in pieces),
+            "chunk_tokens": options.chunk,
+            "global_scale_factors": factors,
+            "packed": options.packed,
+            "qualities": qualities,
+        },
+    )
+
+
+def _row(coverage: str, scales: str, quality: Quality) -> tuple[str, ...]:
+    against = f"{quality.against_absmax:.3f} ± {quality.against_absmax_error:.3f}"
+    return (
+        coverage,
+        scales,
+        f"{quality.kl:.4f} ± {quality.kl_error:.4f}",
+        "" if scales == "absmax" else against,
+        f"{quality.top1:.3f} ± {quality.top1_error:.3f}",
+        f"{quality.perplexity:.2f}",
+    )
+
+
+if __name__ == "__main__":
+    main()
