@@ -11,8 +11,11 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from collections.abc import MutableMapping, Sequence
+from contextlib import redirect_stderr
 from importlib.metadata import entry_points
+from io import StringIO
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -89,24 +92,33 @@ def _value(arguments: Sequence[str], options: Sequence[str]) -> str | None:
     return None
 
 
-def with_demo(arguments: Sequence[str], directory: Path) -> list[str]:
-    """Puts the demo checkpoint's directory in the place of `--model demo`.
+def with_demo(arguments: Sequence[str]) -> list[str]:
+    """Puts the demo checkpoint in the place of `--model demo`; prepares it if need be.
 
     On `serve` the model is called `demo`. On `generate` the prompt is continued as it stands, since
-    a base model has not learned to answer in turns.
+    a base model has not learned to answer in turns, and greedily, so that everyone reads the same.
     """
+    if _value(arguments, MODEL_OPTIONS) != "demo":
+        return list(arguments)
+    from attnquant.demo import COMPLETION_TEMPLATE, prepare_demo
+
+    with redirect_stderr(StringIO() if RESTARTED in os.environ else sys.stderr):
+        directory = prepare_demo()
     result = []
     for previous, argument in zip(["", *arguments], arguments, strict=False):
-        name, separator, value = argument.partition("=")
+        name, _, value = argument.partition("=")
         if previous in MODEL_OPTIONS and argument == "demo":
             argument = str(directory)
-        elif name in MODEL_OPTIONS and separator and value == "demo":
+        elif name in MODEL_OPTIONS and value == "demo":
             argument = f"{name}={directory}"
         result.append(argument)
     if arguments[0] == "serve" and not _given(arguments, "--served-model-name"):
         result += ["--served-model-name", "demo"]
-    if arguments[0] == "generate" and not _given(arguments, "--chat-template"):
-        result += ["--chat-template", str(directory / "completion.jinja")]
+    if arguments[0] == "generate":
+        if not _given(arguments, "--chat-template"):
+            result += ["--chat-template", str(COMPLETION_TEMPLATE)]
+        if not any(_given(arguments, option) for option in ("--top-k", "--top-p", "--temperature")):
+            result += ["--top-k", "1"]
     return result
 
 
@@ -129,16 +141,15 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if arguments and arguments[0] in MODEL_COMMANDS and not wants_help:
             preflight.check_settings()
-            if _value(arguments, MODEL_OPTIONS) == "demo":
-                from attnquant.demo import prepare_demo
-
-                arguments = with_demo(arguments, prepare_demo(quiet=RESTARTED in os.environ))
+            arguments = with_demo(arguments)
             preflight.check_model(_value(arguments, MODEL_OPTIONS))
             from max.driver import accelerator_count
 
             arguments = with_defaults(arguments, has_accelerator=accelerator_count() > 0)
         if wants_help and arguments[0] == "--help":
             print(__doc__.strip(), end="\n\n")
+        # MAX 26.7 declares some options twice, of which click 8.2 and later complain at every start.
+        warnings.filterwarnings("ignore", "The parameter --", UserWarning)
         (max_main,) = entry_points(group="console_scripts", name="max")
         sys.argv = [sys.argv[0], *arguments]
         max_main.load()()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import run_max
+from attnquant.demo import COMPLETION_TEMPLATE
 
 SCRIPT = Path(run_max.__file__)
 
@@ -96,6 +97,34 @@ def test_only_what_is_missing_is_added(
     arguments: list[str], accelerator: bool, expected: list[str]
 ) -> None:
     assert run_max.with_defaults(arguments, accelerator) == [*arguments, *expected]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "added"),
+    [
+        pytest.param(
+            ["generate", "--model", "demo"],
+            ["--chat-template", str(COMPLETION_TEMPLATE), "--top-k", "1"],
+            id="generate",
+        ),
+        pytest.param(
+            ["generate", "--model-path=demo", "--temperature", "1", "--chat-template", "mine"],
+            [],
+            id="generate-all-given",
+        ),
+        pytest.param(["serve", "--model=demo"], ["--served-model-name", "demo"], id="serve"),
+        pytest.param(["generate", "--model", "./demo"], [], id="a-directory"),
+    ],
+)
+def test_the_demo_is_put_in_place(
+    arguments: list[str], added: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("attnquant.demo.prepare_demo", lambda: tmp_path)
+    replaced = [
+        str(tmp_path) if word == "demo" else word.replace("=demo", f"={tmp_path}")
+        for word in arguments
+    ]
+    assert run_max.with_demo(arguments) == [*replaced, *added]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["generate", "--help"]])

@@ -4,6 +4,11 @@
 `[demo]` extra installs. Nothing is downloaded here, and nothing else in attnquant knows GGUF.
 """
 
+from pathlib import Path
+
 from attnquant.demo.prepare import DemoError, prepare_demo
 
-__all__ = ["DemoError", "prepare_demo"]
+COMPLETION_TEMPLATE = Path(__file__).parent / "completion.jinja"
+"""A chat template without turns: a base model continues the text that it is given."""
+
+__all__ = ["COMPLETION_TEMPLATE", "DemoError", "prepare_demo"]
