@@ -148,7 +148,7 @@ def main(arguments: Sequence[str]) -> int:
             arguments = with_defaults(arguments, has_accelerator=accelerator_count() > 0)
         if wants_help and arguments[0] == "--help":
             print(__doc__.strip(), end="\n\n")
-        # MAX 26.7 declares some options twice, of which click 8.2 and later complain at every start.
+        # MAX 26.7 declares some options twice, and recent versions of click say so at every start.
         warnings.filterwarnings("ignore", "The parameter --", UserWarning)
         (max_main,) = entry_points(group="console_scripts", name="max")
         sys.argv = [sys.argv[0], *arguments]

@@ -159,10 +159,10 @@ def test_broken_checkpoint_is_refused_in_one_line(name: str, tmp_path: Path) -> 
     files, words = BROKEN[name]
     directory = write(tmp_path / "model", files)
     before = {path.name: path.read_bytes() for path in directory.iterdir()}
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(CheckpointError) as caught:
         Checkpoint.open(directory)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     message = str(caught.value)
     assert words in message
     assert str(directory) in message

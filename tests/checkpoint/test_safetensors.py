@@ -190,10 +190,10 @@ def test_longest_hostile_header_takes_under_two_seconds(
     path = tmp_path / "model.safetensors"
     body = b'{"' + name + b'":{' + pattern * (MAX_HEADER_BYTES // len(pattern) - 99)
     path.write_bytes(raw(body))
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(CheckpointError):
         read_header(path)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 arrays = st.tuples(

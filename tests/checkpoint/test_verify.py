@@ -153,10 +153,10 @@ BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_refused_in_one_line(name: str, tmp_path: Path) -> None:
     tensors, config, words = BROKEN[name]
     directory = checkpoint(tmp_path, tensors, config)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(AttnquantError) as caught:
         verify(directory)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert words in str(caught.value)
     assert str(caught.value).isprintable()
 

@@ -10,6 +10,7 @@ another config. Nothing here imports torch, transformers or attnquant.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,9 +217,34 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+_PATTERN2 = TinyGemma3(
+    name="pattern2-scalar",
+    layers=4,
+    hidden=128,
+    intermediate=256,
+    heads=2,
+    kv_heads=1,
+    pattern=2,
+    vocab=640,
+    query_pre_attn_scalar=144,
+    rope_theta=500_000.0,
+    rope_local_theta=20_000.0,
+)
+
 CASES = {
     case.name: case
     for case in (
+        _PATTERN2,
+        # The same graph, since rotary tables are bound like weights, from an old config.
+        dataclasses.replace(
+            _PATTERN2,
+            name="linear-rope-old-config",
+            seed=3,
+            rope_theta=1_000_000.0,
+            rope_local_theta=10_000.0,
+            rope_linear_factor=8.0,
+            config_style="flat",
+        ),
         TinyGemma3(
             name="pattern6-mha",
             layers=7,
@@ -228,32 +254,6 @@ CASES = {
             kv_heads=2,
             pattern=6,
             vocab=512,
-        ),
-        TinyGemma3(
-            name="pattern2-scalar",
-            layers=4,
-            hidden=128,
-            intermediate=256,
-            heads=2,
-            kv_heads=1,
-            pattern=2,
-            vocab=640,
-            query_pre_attn_scalar=144,
-            rope_theta=500_000.0,
-            rope_local_theta=20_000.0,
-        ),
-        TinyGemma3(
-            name="linear-rope-old-config",
-            layers=3,
-            hidden=160,
-            intermediate=224,
-            heads=4,
-            kv_heads=1,
-            pattern=3,
-            vocab=512,
-            rms_norm_eps=1e-5,
-            rope_linear_factor=8.0,
-            config_style="flat",
         ),
         TinyGemma3(
             name="untied-sharded",
