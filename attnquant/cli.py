@@ -73,7 +73,7 @@ def _export(options: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from attnquant.checkpoint.export import export_nvfp4
-    from attnquant.kernels.codec import encode
+    from attnquant.kernels.codec import encode, largest_magnitude
     from attnquant.nvfp4.accounting import format_bytes
 
     with tqdm(unit="B", unit_scale=True, desc="export", disable=None) as bar:
@@ -81,6 +81,7 @@ def _export(options: argparse.Namespace) -> None:
             options.source,
             options.target,
             encode=partial(encode, scales=options.scales),
+            largest_magnitude=largest_magnitude,
             recipe={"scales": options.scales},
             ignore=options.ignore,
             progress=bar.update,

@@ -45,6 +45,7 @@ class Loaded:
         ]
         for context in contexts:
             self.kv_manager.claim(context, replica_idx=0)
+            self.kv_manager.alloc(context).synchronize()
         return self.model.prepare_initial_token_inputs(
             [contexts], self.kv_manager.runtime_inputs([contexts]), return_n_logits
         )
