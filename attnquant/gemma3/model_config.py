@@ -50,7 +50,11 @@ class Gemma3Config(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
     """
 
     DEFAULT_ENCODING: ClassVar[SupportedEncoding] = "bfloat16"
-    SUPPORTED_ENCODINGS: ClassVar[set[SupportedEncoding]] = {"bfloat16", "float32"}
+    SUPPORTED_ENCODINGS: ClassVar[set[SupportedEncoding]] = {
+        "bfloat16",
+        "float32",
+        "float4_e2m1fnx2",
+    }
 
     shapes: DecoderShapes
     dtype: DType
@@ -144,8 +148,12 @@ def text_config(huggingface_config: Any) -> Any:
 
 
 def graph_encoding(model: MAXModelConfig) -> SupportedEncoding:
-    """The encoding, and so the dtype, that the graph is built in."""
-    return _select_quantization_encoding(model, Gemma3Config.DEFAULT_ENCODING)
+    """The encoding, and so the dtype, that the graph is built in.
+
+    MAX infers `float4_e2m1fnx2` from an NVFP4 checkpoint; its activations are bfloat16.
+    """
+    encoding = _select_quantization_encoding(model, Gemma3Config.DEFAULT_ENCODING)
+    return "bfloat16" if encoding == "float4_e2m1fnx2" else encoding
 
 
 def _refuse_unsupported(hf: Any, device: DeviceRef) -> None:

@@ -121,6 +121,8 @@ def _rebuild(
             f"ATTNQUANT_PRECOMPUTE_OUTSIDE=0 with ATTNQUANT_BLOCKS={blocks} is not served: below "
             "passthrough weights are rebuilt on the host; set it to 1 or unset it"
         )
+    if not dense:
+        return False
     names = {key: stored[key.module].names[0] for key in dense}
     bundles = decompose_decoder(
         dense, lambda key: to_numpy(data[names[key]]), blocks=blocks, rank=settings.rank

@@ -117,3 +117,13 @@ def test_a_pattern_that_matches_nothing_lists_what_exists(
     settings = Settings(quant="nvfp4", quant_ignore=("qkv_proj",))
     with pytest.raises(SettingsError, match="ATTNQUANT_QUANT_IGNORE: 'qkv_proj' matches no"):
         load(tiny_directory(CASE.name), settings)
+
+
+def test_a_checkpoint_with_every_projection_in_nvfp4_loads(
+    tiny_directory: Callable[[str], Path], tmp_path: Path
+) -> None:
+    export_nvfp4(tiny_directory(CASE.name), tmp_path / "all", encode=encode, recipe={})
+    at_load, exported = load(tiny_directory(CASE.name)), load(tmp_path / "all", Settings())
+    assert exported.keys() == at_load.keys()
+    for name, tensor in at_load.items():
+        assert to_numpy(exported[name]).tobytes() == to_numpy(tensor).tobytes(), name
