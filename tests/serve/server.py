@@ -46,7 +46,12 @@ def serve(log: Path, *arguments: str, **variables: str) -> Iterator[Server]:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, "MAX_SERVE_HOST": "127.0.0.1", **variables},
+            env={
+                **os.environ,
+                "MAX_SERVE_HOST": "127.0.0.1",
+                "MAX_SERVE_DISABLE_TELEMETRY": "1",
+                **variables,
+            },
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
