@@ -22,13 +22,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+from attnquant import __version__
 from attnquant.nvfp4.report import align
 from attnquant.settings import PREFIX
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 EVALUATION_TEXT = ROOT / "tests" / "golden" / "texts" / "evaluation.txt"
-PACKAGES = ("attnquant", "modular", "numpy", "ml_dtypes")
+PACKAGES = ("modular", "numpy", "ml_dtypes")
 
 # Load averages above this share of the cores are pointed out: a measurement had to share them.
 QUIET_LOAD = 0.5
@@ -141,9 +142,8 @@ def _cpu_name() -> str:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return platform.processor() or platform.machine()
-    fields = dict(
-        (part.strip() for part in line.split(":", 1)) for line in text.splitlines() if ":" in line
-    )
+    pairs = (line.partition(":") for line in text.splitlines())
+    fields = {key.strip(): value.strip() for key, _, value in pairs}
     numbers = ", ".join(f"{key} {fields[key]}" for key in ("cpu family", "model") if key in fields)
     return f"{fields.get('model name', platform.machine())} ({numbers})"
 
@@ -187,7 +187,7 @@ class Run:
             "command": self._command,
             "date": time.strftime("%Y-%m-%d"),
             "device": where | {"load_average": load},
-            "versions": {"python": platform.python_version()}
+            "versions": {"attnquant": __version__, "python": platform.python_version()}
             | {package: version(package) for package in PACKAGES},
             "figures": figures,
         }

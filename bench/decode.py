@@ -155,7 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     peak = {side: Sample.of([figures.peak for figures in runs[side]]) for side in runs}
 
     base = options.sides[0]
-    rows = [("", "tokens/s", f"/ {base}", "first token ms", f"/ {base}", "peak MB", f"/ {base}")]
+    header = ("", "tokens/s", f"/ {base}", "first token ms", f"/ {base}", "peak MB", f"/ {base}")
+    rows: list[tuple[str, ...]] = [header]
     ratios: dict[str, dict[str, float | None]] = {}
     for side in runs:
         ratios[side] = {

@@ -30,7 +30,7 @@ def max_encode(weight: NDArray[np.float32]) -> NVFP4Weight:
     codes, scales, scale = quantize_nvfp4(weight, FP4Format.NVFP4)
     return NVFP4Weight(
         codes=codes,
-        block_scales=scales.view(ml_dtypes.float8_e4m3fn),
+        block_scales=scales.reshape(len(weight), -1).view(ml_dtypes.float8_e4m3fn),
         global_scales=np.array([scale], np.float32),
         part_rows=(len(weight),),
     )

@@ -2,21 +2,22 @@
 
 The evaluation text goes through the model in chunks of 512 tokens, each `<bos>` and the next 511.
 At every position that has a next token, the distribution over the whole vocabulary is held against
-the unquantized model's in the same run: KL divergence in nats, KL(unquantized || quantized), whether
-both put the same token first, and the perplexity of the text. The standard error is that of a mean
-over positions; that of "against absmax" takes into account that both were measured on the same ones.
+the unquantized model's, in float32, in the same run: the KL divergence in nats, KL(unquantized ||
+quantized), whether both put the same token first, and the text's perplexity. A standard error is
+that of a mean over positions; "against absmax" uses that both were measured on the same ones.
 
 By default what is measured is what quantizing did to the weights, on any device: weights are
-quantized, decoded, and run through the float32 graph. `--packed` runs the packed weights through the
-graph that is served instead, which adds what that device does to activations.
+quantized, decoded, and run through the float32 graph. `--packed` runs the packed weights through
+the graph that is served instead, which adds what that does to activations.
 
 A global scale moves the rounding of every block scale, and with it the KL divergence by some
-percent, up or down: luck, not skill. So each figure is the mean over several global scales, from
-the largest magnitude times 1 up to below 2, evenly in the logarithm.
+percent, up or down, by luck. So each figure is the mean over several global scales, those for the
+largest magnitude times 1 up to below 2, evenly in the logarithm. The table takes 6 GB of memory.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -44,9 +45,11 @@ from attnquant.kernels.codec import decode, encode, largest_magnitude
 from attnquant.nn.tensors import State, from_numpy, to_numpy
 from attnquant.nvfp4.format import NVFP4Weight
 from attnquant.projections import BLOCK_OF_ROLE, fused_groups, group_module
+from attnquant.settings import QuantScales
 from bench.common import EVALUATION_TEXT, Run, environment, model_directory
+from bench.divergence import Quality, chunks, compare
 
-SCALES = ("absmax", "mse")
+SCALES: tuple[QuantScales, ...] = ("absmax", "mse")
 COVERAGES: dict[str, tuple[str, ...]] = {
     "attention + MLP": ("self_attn", "mlp"),
     "MLP only": ("mlp",),
@@ -60,12 +63,6 @@ Change = Callable[[State, DecoderShapes], State]
 """What is done to a graph's weights before they are bound."""
 
 
-def unchanged(state: State, shapes: DecoderShapes) -> State:
-    """The original weights."""
-    del shapes
-    return state
-
-
 @dataclass(frozen=True, kw_only=True)
 class Quantized:
     """Quantizes a graph's dense weights, as loading with `ATTNQUANT_QUANT=nvfp4` does.
@@ -77,7 +74,7 @@ class Quantized:
         packed: whether weights stay packed, or are decoded again.
     """
 
-    scales: Any
+    scales: QuantScales
     blocks: tuple[str, ...]
     factor: float
     packed: bool
@@ -92,29 +89,29 @@ class Quantized:
         return state
 
     def _replace(self, state: State, module: str, roles: Sequence[str]) -> None:
-        candidates = (f"{module}.weight", *(f"{module}.{role}.weight" for role in roles))
-        parts = {name: to_numpy(state.pop(name)) for name in candidates if name in state}
-        largest = max(float(largest_magnitude(part, name=name)) for name, part in parts.items())
-        packed = {
+        names = (f"{module}.weight", *(f"{module}.{role}.weight" for role in roles))
+        dense = {name: to_numpy(state.pop(name)) for name in names if name in state}
+        largest = max(float(largest_magnitude(part, name=name)) for name, part in dense.items())
+        parts = {
             name: encode(part, scales=self.scales, amax=largest * self.factor, name=name)
-            for name, part in parts.items()
+            for name, part in dense.items()
         }
         if not self.packed:
-            for name, part in packed.items():
+            for name, part in parts.items():
                 state[name] = from_numpy(decode(part), DType.float32, name)
             return
-        whole = NVFP4Weight.stack(list(packed.values()))
-        tensors = {
-            "codes": (whole.codes, DType.uint8),
-            "block_scales": (whole.block_scales.view(np.uint8), DType.uint8),
-            # One for each role: the graph does not know that they are equal.
-            "global_scales": (np.repeat(whole.global_scales[:1], len(roles)), DType.float32),
-        }
-        for name, (array, dtype) in tensors.items():
+        whole = NVFP4Weight.stack(list(parts.values()))
+        # The graph expects a global scale for each role; the group's are equal.
+        scales = np.repeat(whole.global_scales[:1], len(roles))
+        for name, array, dtype in (
+            ("codes", whole.codes, DType.uint8),
+            ("block_scales", whole.block_scales.view(np.uint8), DType.uint8),
+            ("global_scales", scales, DType.float32),
+        ):
             state[f"{module}.{name}"] = from_numpy(array, dtype, f"{module}.{name}")
 
 
-def load(directory: Path, change: Change) -> Logits:
+def load(directory: Path, change: Change | None = None) -> Logits:
     """Compiles the checkpoint's graph in float32, with every position's logits, on the CPU."""
     config = PipelineConfig.from_args(
         PipelineArgs.from_flat_kwargs(
@@ -130,7 +127,8 @@ def load(directory: Path, change: Change) -> Logits:
 
     def adapter(tensors: dict[str, Weights], *, huggingface_config: Any, **rest: Any) -> State:
         state = convert_safetensors(tensors, huggingface_config=huggingface_config, **rest)
-        return change(state, DecoderShapes.from_config(huggingface_config.to_dict()))
+        shapes = DecoderShapes.from_config(huggingface_config.to_dict())
+        return state if change is None else change(state, shapes)
 
     plan = PIPELINE_REGISTRY.retrieve_factory(config).memory_plan
     session = InferenceSession(devices=[CPU()])
@@ -170,40 +168,6 @@ def load(directory: Path, change: Change) -> Logits:
     return logits
 
 
-def chunks(tokens: Sequence[int], size: int) -> list[list[int]]:
-    """`<bos>`, which is the first token, and each following run of `size - 1` tokens."""
-    bos, *text = tokens
-    return [[bos, *text[start : start + size - 1]] for start in range(0, len(text), size - 1)]
-
-
-def compare(
-    reference: NDArray[np.float32], other: NDArray[np.float32], targets: Sequence[int]
-) -> NDArray[np.float64]:
-    """Holds two models' logits against each other.
-
-    Args:
-        reference: `[positions, vocab]`.
-        other: `[positions, vocab]`.
-        targets: each position's next token.
-
-    Returns:
-        `[3, positions]`: KL(reference || other) in nats, 1 where both put the same token first and
-        0 elsewhere, and -log p(target) of `other`.
-    """
-    # A row at a time stays in the processor's cache. Sums of a vocabulary are float64's.
-    result = np.empty((3, len(targets)))
-    for row, (p, q, target) in enumerate(zip(reference, other, targets, strict=True)):
-        p, q = p - p.max(), q - q.max()
-        weight = np.exp(p)
-        p_total = weight.sum(dtype=np.float64)
-        q_total = np.exp(q).sum(dtype=np.float64)
-        mean = (weight * (p - q)).sum(dtype=np.float64) / p_total
-        result[0, row] = mean + np.log(q_total / p_total)
-        result[1, row] = p.argmax() == q.argmax()
-        result[2, row] = np.log(q_total) - q[target]
-    return result
-
-
 def measure(
     pieces: Sequence[Sequence[int]], original: Logits, others: Mapping[str, Logits]
 ) -> dict[str, NDArray[np.float64]]:
@@ -215,47 +179,6 @@ def measure(
         for name, model in others.items():
             results[name].append(compare(reference, model(piece)[:-1], targets))
     return {name: np.concatenate(parts, axis=1) for name, parts in results.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Quality:
-    """Means over positions, and their standard errors.
-
-    Attributes:
-        kl: nats.
-        top1: fraction of positions where both models put the same token first.
-        perplexity: of the text under the quantized model.
-        against_absmax: this KL divergence over abs-max scales'.
-    """
-
-    kl: float
-    kl_error: float
-    top1: float
-    top1_error: float
-    perplexity: float
-    against_absmax: float
-    against_absmax_error: float
-
-    @classmethod
-    def of(cls, figures: NDArray[np.float64], absmax: NDArray[np.float64]) -> Quality:
-        """Summarizes `compare`'s figures; `absmax` are those of abs-max scales."""
-        kl, top1, nll = figures
-        over = kl.mean() / absmax[0].mean()
-        return cls(
-            kl=float(kl.mean()),
-            kl_error=standard_error(kl),
-            top1=float(top1.mean()),
-            top1_error=standard_error(top1),
-            perplexity=float(np.exp(nll.mean())),
-            against_absmax=float(over),
-            # The delta method for a ratio of two means over the same positions.
-            against_absmax_error=standard_error(kl - over * absmax[0]) / float(absmax[0].mean()),
-        )
-
-
-def standard_error(values: NDArray[np.float64]) -> float:
-    """Of the mean."""
-    return float(values.std(ddof=1) / len(values) ** 0.5)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -275,56 +198,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pieces = chunks(tokens, options.chunk)[: options.chunks]
     factors = [2 ** (index / options.global_scales) for index in range(options.global_scales)]
 
-    original = load(directory, unchanged)
-    rows = [("weights", "scales", "KL, nats", "against absmax", "top-1", "perplexity")]
+    original = load(directory)
+    rows: list[tuple[str, ...]] = [
+        ("quantized", "scales", "KL, nats", "against absmax", "top-1", "perplexity")
+    ]
     qualities: dict[str, Any] = {}
     for coverage, blocks in COVERAGES.items():
-        total: dict[str, NDArray[np.float64]] = {}
-        by_factor: dict[str, list[float]] = {scales: [] for scales in SCALES}
+        by_factor = []
         for factor in factors:
-            models = {
-                scales: load(
-                    directory,
-                    Quantized(scales=scales, blocks=blocks, factor=factor, packed=options.packed),
+            models = {}
+            gc.collect()  # The last round's models are hundreds of megabytes.
+            for scales in SCALES:
+                change = Quantized(
+                    scales=scales, blocks=blocks, factor=factor, packed=options.packed
                 )
-                for scales in SCALES
-            }
-            for name, figures in measure(pieces, original, models).items():
-                total[name] = total.get(name, 0) + figures / len(factors)
-                if name:
-                    by_factor[name].append(float(figures[0].mean()))
-        if not qualities:
-            base = float(np.exp(total[""][2].mean()))
-            qualities["unquantized"] = {"perplexity": base}
-            rows.append(("unquantized", "", "", "", "", f"{base:.2f}"))
+                models[scales] = load(directory, change)
+            by_factor.append(measure(pieces, original, models))
+        mean = {name: np.mean([one[name] for one in by_factor], axis=0) for name in by_factor[0]}
         for scales in SCALES:
-            quality = Quality.of(total[scales], total["absmax"])
+            quality = Quality.of(mean[scales], mean["absmax"])
             qualities[f"{coverage}, {scales}"] = asdict(quality) | {
-                "kl_by_global_scale": by_factor[scales]
+                "kl_by_global_scale": [float(one[scales][0].mean()) for one in by_factor]
             }
-            rows.append(_row(coverage, scales, quality))
-    run.report(
-        rows,
-        {
-            "positions": sum(len(piece) - 1 for piece in pieces),
-            "chunk_tokens": options.chunk,
-            "global_scale_factors": factors,
-            "packed": options.packed,
-            "qualities": qualities,
-        },
-    )
-
-
-def _row(coverage: str, scales: str, quality: Quality) -> tuple[str, ...]:
-    against = f"{quality.against_absmax:.3f} ± {quality.against_absmax_error:.3f}"
-    return (
-        coverage,
-        scales,
-        f"{quality.kl:.4f} ± {quality.kl_error:.4f}",
-        "" if scales == "absmax" else against,
-        f"{quality.top1:.3f} ± {quality.top1_error:.3f}",
-        f"{quality.perplexity:.2f}",
-    )
+            rows.append((coverage, scales, *quality.row()))
+        perplexity = float(np.exp(mean[""][2].mean()))
+    rows.append(("nothing", "", "", "", "", f"{perplexity:.2f}"))
+    figures = {
+        "positions": sum(len(piece) - 1 for piece in pieces),
+        "chunk_tokens": options.chunk,
+        "global_scale_factors": factors,
+        "packed": options.packed,
+        "qualities": qualities,
+        "unquantized_perplexity": perplexity,
+    }
+    run.report(rows, figures)
 
 
 if __name__ == "__main__":

@@ -55,5 +55,5 @@ def test_a_config_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> No
     directory = CASE.write(tmp_path / "model")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"intermediate_size": 512}))
-    with pytest.raises(CheckpointError, match="expected .* as config.json implies"):
+    with pytest.raises(CheckpointError, match=r"expected .* as config\.json implies"):
         check_model(str(directory))

@@ -23,7 +23,7 @@ from max.pipelines.lib.memory_estimation import MemoryPlan
 from attnquant.gemma3.batch_processor import Gemma3BatchProcessor
 from attnquant.gemma3.gemma3 import build_gemma3
 from attnquant.gemma3.model_config import Gemma3Config
-from attnquant.kernels import EXTENSIONS
+from attnquant.kernels import extensions
 
 
 class Gemma3Model(
@@ -87,7 +87,7 @@ class Gemma3Model(
                 "gemma3",
                 self._bind_graph_inputs(decoder.input_tree()),
                 weights=decoder.state_dict(auto_initialize=False),
-                custom_extensions=[EXTENSIONS] if packed else [],
+                custom_extensions=[extensions()] if packed else [],
             )
         }
 

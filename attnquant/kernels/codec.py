@@ -22,7 +22,7 @@ from max.graph import BufferType, DeviceRef, Graph, TensorType, ops
 from numpy.typing import NDArray
 
 from attnquant.errors import CheckpointError
-from attnquant.kernels import EXTENSIONS
+from attnquant.kernels import extensions
 from attnquant.nvfp4.format import BLOCK_SIZE, NVFP4Weight
 from attnquant.nvfp4.scales import ScaleTables, encode_scale, global_scale
 
@@ -164,21 +164,17 @@ def _run(
     blocks = (weight.size or 2 * codes.size) // BLOCK_SIZE
     statistics = np.zeros(2, np.float64)
     request = np.array([action, _FORMATS.get(weight.dtype, 0), blocks], np.int64)
+    arrays: tuple[NDArray[Any], ...] = (
+        codes.view(np.uint8),
+        scales.view(np.uint8),
+        values.view(np.float32),
+        statistics,
+        weight.view(np.uint8),
+        factors.astype(np.float32),
+        request,
+    )
     with _lock:
-        _model()(
-            *map(
-                _buffer,
-                (
-                    codes.view(np.uint8),
-                    scales.view(np.uint8),
-                    values.view(np.float32),
-                    statistics,
-                    weight.view(np.uint8),
-                    factors.astype(np.float32),
-                    request,
-                ),
-            )
-        )
+        _model()(*[_buffer(array) for array in arrays])
     return float(statistics[0]), float(statistics[1])
 
 
@@ -193,7 +189,7 @@ def _buffer(array: NDArray[Any]) -> Buffer:
     if not array.size:
         return Buffer.from_numpy(np.empty(0, array.dtype))
     memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
-    return Buffer.from_numpy(np.frombuffer(memory, array.dtype))
+    return Buffer.from_numpy(np.frombuffer(memoryview(memory), array.dtype))
 
 
 @cache
@@ -210,7 +206,7 @@ def _model() -> Model:
             TensorType(DType.float32, ["factors"], cpu),
             TensorType(DType.int64, [3], cpu),
         ],
-        custom_extensions=[EXTENSIONS],
+        custom_extensions=[extensions()],
     ) as graph:
         ops.inplace_custom("attnquant_nvfp4_codec", device=cpu, values=list(graph.inputs))
         graph.output()

@@ -24,7 +24,8 @@ _EXTENDED: dict[DType, Any] = {
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     """NumPy's, or ml_dtypes', dtype of the same bits."""
-    return np.dtype(_EXTENDED.get(dtype) or dtype.to_numpy())
+    found: np.dtype[Any] = np.dtype(_EXTENDED.get(dtype) or dtype.to_numpy())
+    return found
 
 
 def to_numpy(weight: WeightData) -> NDArray[Any]:

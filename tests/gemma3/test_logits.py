@@ -1,4 +1,4 @@
-"""The graph that MAX runs against transformers' float32 logits, on checkpoints that forgive nothing."""
+"""The graph that MAX runs against transformers' float32 logits, on tiny checkpoints."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ ONE = np.ones((1,), ml_dtypes.bfloat16)
         ),
         pytest.param(
             {"model.layers.0.self_attn.qq_proj.weight": ONE},
-            "model.layers.0.self_attn.qq_proj.weight: unknown, expected only what Gemma3ForCausalLM",
+            "self_attn.qq_proj.weight: unknown, expected only what Gemma3ForCausalLM",
             id="unknown",
         ),
         pytest.param(

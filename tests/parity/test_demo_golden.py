@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install -e '.[parity]'")
-pytest.importorskip("gguf", reason="needs the demo checkpoint: pip install -e '.[demo]'")
 
-from attnquant.demo import prepare_demo
 from tests.golden import make_golden, reference
 from tests.golden.data import (
     EVALUATION_TEXT,
@@ -26,13 +24,8 @@ SAME = 2e-5
 
 
 @pytest.fixture(scope="module")
-def demo() -> Path:
-    return prepare_demo()
-
-
-@pytest.fixture(scope="module")
-def model(demo: Path) -> Any:
-    return reference.load(demo)
+def model(demo_directory: Path) -> Any:
+    return reference.load(demo_directory)
 
 
 @pytest.mark.parametrize("prompt", load_demo().prompts, ids=lambda prompt: prompt.name)
@@ -51,9 +44,9 @@ def test_golden_text_is_what_transformers_writes(prompt: DemoPrompt, model: Any)
     assert lead > make_golden.SMALLEST_LEAD / 2
 
 
-def test_golden_file_is_of_this_demo_and_of_these_texts(demo: Path) -> None:
+def test_golden_file_is_of_this_demo_and_of_these_texts(demo_directory: Path) -> None:
     golden = load_demo()
-    assert fingerprint(demo) == golden.fingerprint
-    assert golden.evaluation_tokens == make_golden.encode(demo, EVALUATION_TEXT)
+    assert fingerprint(demo_directory) == golden.fingerprint
+    assert golden.evaluation_tokens == make_golden.encode(demo_directory, EVALUATION_TEXT)
     for prompt in golden.prompts:
-        assert prompt.tokens == make_golden.encode(demo, TEXTS / f"{prompt.name}.txt")
+        assert prompt.tokens == make_golden.encode(demo_directory, TEXTS / f"{prompt.name}.txt")

@@ -45,7 +45,7 @@ comptime GROUP_BYTES = 1 << 17
 
 
 def matmul[
-    dtype: DType, bound1: Int, bound2: Int
+    dtype: DType
 ](
     output: Pointer[mut=True, Scalar[dtype], _],
     x: Pointer[Scalar[dtype], _],
@@ -55,13 +55,13 @@ def matmul[
     vectors: Int,
     rows: Int,
     columns: Int,
+    bound1: Int,
+    bound2: Int,
 ):
     """`output[i, j] = sum_k x[i, k] * W[j, k]`, all matrices contiguous and row-major.
 
     Parameters:
         dtype: Of `x` and of `output`: float32 or bfloat16.
-        bound1: The row of W at which the second stacked part begins.
-        bound2: The row at which the third begins.
 
     Args:
         output: `[vectors, rows]`.
@@ -72,6 +72,8 @@ def matmul[
         vectors: Rows of `x`.
         rows: Rows of W.
         columns: A multiple of 16.
+        bound1: The row of W at which the second stacked part begins.
+        bound2: The row at which the third begins.
     """
     var packet_row = ceildiv(columns, CHUNK) * PACKET
     var scratch = List[UInt8](length=vectors * packet_row, fill=0)
@@ -112,6 +114,9 @@ def matmul[
                     output[unsafe_offset=(vector + t) * rows + row + r] = y.cast[dtype]()
 
     var tasks = max(1, min(4 * cores, vectors * rows * columns // TASK_PRODUCTS))
+    if tasks > cores:
+        # As many for every core: they all take the same time.
+        tasks = tasks // cores * cores
     var share = ceildiv(ceildiv(rows, tasks), 4) * 4
     var group = max(4, GROUP_BYTES // max(packet_row, 1) // 4 * 4)
 

@@ -4,19 +4,24 @@ import extensibility
 from extensibility import InputTensor, OutputTensor
 from extensibility import _MutableInputTensor as MutableInputTensor
 from max.gpu.host import DeviceContext
+from max.gpu.host.info import is_cpu
 
-from .codec import BLOCK, decode, encode, largest_magnitude, squared_error
+from .codec import decode, encode, largest_magnitude, squared_error
 from .cpu_matmul import matmul as cpu_matmul
+from .gpu_matmul import matmul as gpu_matmul
 
 
 @extensibility.register("attnquant_nvfp4_matmul")
 struct NVFP4Matmul:
-    """`x @ W.T` for a weight of one to three stacked parts; `bound1`, `bound2` are the rows at
-    which the second and third part begin."""
+    """`x @ W.T` for a weight of one to three stacked parts.
+
+    `columns` is the length of a row; `bound1` and `bound2` are the rows at which the second and
+    the third part begin.
+    """
 
     @staticmethod
     def execute[
-        target: StaticString, bound1: Int, bound2: Int
+        target: StaticString, columns: Int, bound1: Int, bound2: Int
     ](
         output: OutputTensor[rank=2, ...],
         x: InputTensor[dtype=output.dtype, rank=2, ...],
@@ -25,16 +30,32 @@ struct NVFP4Matmul:
         global_scales: InputTensor[dtype=DType.float32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
-        cpu_matmul[output.dtype, bound1, bound2](
-            output.unsafe_ptr(),
-            x.unsafe_ptr(),
-            codes.unsafe_ptr(),
-            block_scales.unsafe_ptr(),
-            global_scales.unsafe_ptr(),
-            x.dim_size(0),
-            codes.dim_size(0),
-            x.dim_size(1),
-        )
+        var vectors = x.dim_size(0)
+        var rows = codes.dim_size(0)
+        comptime if is_cpu[target]():
+            cpu_matmul[output.dtype](
+                output.unsafe_ptr(),
+                x.unsafe_ptr(),
+                codes.unsafe_ptr(),
+                block_scales.unsafe_ptr(),
+                global_scales.unsafe_ptr(),
+                vectors,
+                rows,
+                columns,
+                bound1,
+                bound2,
+            )
+        else:
+            gpu_matmul[output.dtype, columns, bound1, bound2](
+                output.unsafe_ptr(),
+                x.unsafe_ptr(),
+                codes.unsafe_ptr(),
+                block_scales.unsafe_ptr(),
+                global_scales.unsafe_ptr(),
+                vectors,
+                rows,
+                ctx,
+            )
 
 
 # What `attnquant_nvfp4_codec` is asked to do, and what it is given: as in codec.py.
