@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,15 @@ def tiny(case: TinyGemma3, directory: Path) -> dict[str, Any]:
     return arrays
 
 
-def encode(directory: Path, path: Path) -> list[int]:
-    """The token ids of a text, `<bos>` first, without the newline at the end of the file."""
+def encoder(directory: Path) -> Callable[[Path], list[int]]:
+    """What makes token ids of a text file: `<bos>` first, without the newline at its end."""
     loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    ids: list[int] = loaded.encode(path.read_text(encoding="utf-8").rstrip("\n"))
-    return ids
+
+    def encode(path: Path) -> list[int]:
+        ids: list[int] = loaded.encode(path.read_text(encoding="utf-8").rstrip("\n"))
+        return ids
+
+    return encode
 
 
 def demo(directory: Path) -> dict[str, Any]:
@@ -66,11 +71,11 @@ def demo(directory: Path) -> dict[str, Any]:
     Raises:
         RuntimeError: a greedy continuation hangs on a near tie.
     """
-    model = reference.load(directory)
+    model, encode = reference.load(directory), encoder(directory)
     arrays: dict[str, Any] = {"fingerprint": fingerprint(directory)}
     full = {}
     for path in sorted(set(TEXTS.glob("*.txt")) - {EVALUATION_TEXT}):
-        tokens = encode(directory, path)
+        tokens = encode(path)
         chosen, lead = reference.greedy(model, tokens, DEMO_GREEDY_TOKENS)
         print(f"{path.stem}: {len(tokens)} tokens, smallest lead {lead:.4f}")
         if lead < SMALLEST_LEAD:
@@ -89,7 +94,7 @@ def demo(directory: Path) -> dict[str, Any]:
     return arrays | {
         "names": np.asarray(list(full)),
         "vocab_ids": vocab_ids.astype(np.int32),
-        "evaluation_tokens": np.asarray(encode(directory, EVALUATION_TEXT), np.int32),
+        "evaluation_tokens": np.asarray(encode(EVALUATION_TEXT), np.int32),
     }
 
 

@@ -145,15 +145,17 @@ def test_what_cannot_be_encoded_is_refused_by_name() -> None:
 @given(
     hnp.arrays(np.uint8, (4, 24)),
     hnp.arrays(np.uint8, (4, 3), elements=st.integers(0, 126)),
-    st.floats(2.0**-149, 3e38, width=32, allow_subnormal=True),
+    st.integers(1, 0x7F7F_FFFF),
 )
 def test_any_bytes_decode_alike(
-    codes: NDArray[np.uint8], scales: NDArray[np.uint8], global_scale: float
+    codes: NDArray[np.uint8], scales: NDArray[np.uint8], global_bits: int
 ) -> None:
     weight = NVFP4Weight(
         codes=codes,
         block_scales=scales.view(ml_dtypes.float8_e4m3fn),
-        global_scales=np.array([global_scale], np.float32),
+        global_scales=np.array([global_bits], np.uint32).view(np.float32),
         part_rows=(4,),
     )
-    assert codec.decode(weight).tobytes() == reference.decode(weight).tobytes()
+    with np.errstate(over="ignore"):
+        expected = reference.decode(weight)
+    assert codec.decode(weight).tobytes() == expected.tobytes()

@@ -146,8 +146,9 @@ def test_equals_the_dequantized_matmul(multiply: Multiply, count: int) -> None:
         weight = reference.decode(case.weight).astype(np.float64)
         expected = x.astype(np.float64) @ weight.T
         # Activations are rounded to half a step of their block, sums to float32.
-        steps = np.abs(x).reshape(count, -1, 16).max(axis=2) / 16256
-        sizes = np.abs(weight).reshape(len(weight), -1, 16).sum(axis=2)
+        blocks = x.shape[1] // 16
+        steps = np.abs(x).reshape(count, blocks, 16).max(axis=2) / 16256
+        sizes = np.abs(weight).reshape(len(weight), blocks, 16).sum(axis=2)
         bound = 0.51 * steps @ sizes.T + 1e-6 * np.abs(x) @ np.abs(weight).T
         if case.dtype == DType.bfloat16:
             bound += 2.0**-8 * np.abs(expected)

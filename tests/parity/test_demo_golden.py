@@ -45,8 +45,8 @@ def test_golden_text_is_what_transformers_writes(prompt: DemoPrompt, model: Any)
 
 
 def test_golden_file_is_of_this_demo_and_of_these_texts(demo_directory: Path) -> None:
-    golden = load_demo()
+    golden, encode = load_demo(), make_golden.encoder(demo_directory)
     assert fingerprint(demo_directory) == golden.fingerprint
-    assert golden.evaluation_tokens == make_golden.encode(demo_directory, EVALUATION_TEXT)
+    assert golden.evaluation_tokens == encode(EVALUATION_TEXT)
     for prompt in golden.prompts:
-        assert prompt.tokens == make_golden.encode(demo_directory, TEXTS / f"{prompt.name}.txt")
+        assert prompt.tokens == encode(TEXTS / f"{prompt.name}.txt")
