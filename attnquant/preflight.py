@@ -11,6 +11,7 @@ from attnquant.checkpoint.verify import verify_decoder
 from attnquant.decoder_shapes import DecoderShapes
 from attnquant.nvfp4.coverage import coverage_of
 from attnquant.settings import Settings
+from attnquant.theta import blocks_of
 
 
 def check_settings() -> None:
@@ -47,4 +48,6 @@ def check_model(model: str | None) -> None:
     checkpoint = Checkpoint.open(directory)
     shapes = DecoderShapes.from_config(config)
     stored = verify_decoder(checkpoint, shapes)
-    coverage_of(settings, shapes, {path for path, weight in stored.items() if weight.is_nvfp4})
+    packed = {path for path, weight in stored.items() if weight.is_nvfp4}
+    coverage_of(settings, shapes, packed)
+    blocks_of(settings, shapes, packed)

@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for coverage, blocks in COVERAGES.items():
         by_factor = []
         for factor in factors:
-            models = {}
+            models: dict[str, Logits] = {}
             gc.collect()  # The last round's models are hundreds of megabytes.
             for scales in SCALES:
                 change = Quantized(

@@ -49,6 +49,10 @@ def test_settings_of_the_checkpoint_are_checked_with_it(
     monkeypatch.setenv("ATTNQUANT_QUANT_IGNORE", "self_atn")
     with pytest.raises(SettingsError, match="'self_atn' matches no projection"):
         check_model(str(directory))
+    monkeypatch.delenv("ATTNQUANT_QUANT_IGNORE")
+    monkeypatch.setenv("ATTNQUANT_BLOCKS", "26")
+    with pytest.raises(SettingsError, match="ATTNQUANT_BLOCKS=26 is not a whole number from 1 to"):
+        check_model(str(directory))
 
 
 def test_a_config_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> None:

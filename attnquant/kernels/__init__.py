@@ -17,7 +17,8 @@ from pathlib import Path
 from platformdirs import user_cache_path
 
 EXTENSIONS = Path(__file__).parent / "mojo"
-"""The Mojo sources of our operations."""
+"""The Mojo sources of our operations. Pass `extensions()` to MAX, never this beside it: a process
+that holds both has every operation twice, which MAX refuses."""
 
 _PACKAGE = "attnquant_kernels.mojoc"  # the compiler bakes this name in: it must not change
 

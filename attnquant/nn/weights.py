@@ -21,13 +21,12 @@ from attnquant.checkpoint.nvfp4_layouts import LM_HEAD, StoredWeight
 from attnquant.checkpoint.safetensors import DTYPE_NAMES, TensorSpec
 from attnquant.checkpoint.verify import decoder_tensors
 from attnquant.decoder_shapes import DecoderShapes
-from attnquant.errors import SettingsError
 from attnquant.nn.quantize import Quantizer
 from attnquant.nn.tensors import State, from_numpy, numpy_dtype, to_numpy
 from attnquant.nvfp4.coverage import coverage_of
 from attnquant.projections import ProjectionKey, Role, fused_groups, group_module
 from attnquant.settings import Settings
-from attnquant.theta import decompose_decoder, effective_weight
+from attnquant.theta import blocks_of, decompose_decoder, effective_weight
 
 
 def decoder_weights(
@@ -101,26 +100,9 @@ def _rebuild(
 
     At passthrough W_eff is the weight itself.
     """
-    layers = len(shapes.layers)
-    blocks = settings.blocks or layers
-    if blocks == layers and settings.rank:
-        raise SettingsError(
-            f"ATTNQUANT_RANK={settings.rank} corrects shared blocks, and with ATTNQUANT_BLOCKS="
-            f"{blocks}, a block for each layer, none is shared; set fewer blocks or unset it"
-        )
-    dense = {
-        key: shape for key, shape in shapes.projections.items() if not stored[key.module].is_nvfp4
-    }
-    if blocks != layers and (len(dense) < len(shapes.projections)):
-        raise SettingsError(
-            f"ATTNQUANT_BLOCKS={blocks}: the checkpoint holds projections in NVFP4, which keep "
-            f"their bits; set it to {layers}, the number of layers, or unset it"
-        )
-    if blocks != layers and not settings.precompute_outside:
-        raise SettingsError(
-            f"ATTNQUANT_PRECOMPUTE_OUTSIDE=0 with ATTNQUANT_BLOCKS={blocks} is not served: below "
-            "passthrough weights are rebuilt on the host; set it to 1 or unset it"
-        )
+    packed = {path for path, weight in stored.items() if weight.is_nvfp4}
+    blocks = blocks_of(settings, shapes, packed)
+    dense = {key: shape for key, shape in shapes.projections.items() if key.module not in packed}
     if not dense:
         return False
     names = {key: stored[key.module].names[0] for key in dense}
@@ -133,7 +115,7 @@ def _rebuild(
             if not bundle.is_passthrough:
                 weight = effective_weight(bundle, numpy_dtype(dtype))
                 data[names[key]] = from_numpy(weight, dtype, names[key])
-    return blocks != layers
+    return blocks != len(shapes.layers)
 
 
 def _specs(data: Mapping[str, WeightData]) -> dict[str, TensorSpec]:

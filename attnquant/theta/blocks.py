@@ -11,12 +11,50 @@ group, and a sliding layer never shares with a full one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
+from attnquant.decoder_shapes import DecoderShapes
 from attnquant.errors import SettingsError
+from attnquant.projections import ROLES
+from attnquant.settings import Settings
 
 Shape = tuple[int, int]
+
+
+def blocks_of(settings: Settings, shapes: DecoderShapes, packed: Collection[str]) -> int:
+    """How many blocks each role gets; as many as there are layers is passthrough.
+
+    Args:
+        settings: what the user asked for.
+        shapes: of the decoder.
+        packed: module paths below the decoder of what the checkpoint holds in NVFP4.
+
+    Raises:
+        SettingsError: the settings contradict each other, the decoder or the checkpoint.
+    """
+    layers = len(shapes.layers)
+    blocks = layers if settings.blocks is None else settings.blocks
+    if blocks == layers:
+        if settings.rank:
+            raise SettingsError(
+                f"ATTNQUANT_RANK={settings.rank} corrects shared blocks, and with ATTNQUANT_BLOCKS="
+                f"{blocks}, a block for each layer, none is shared; set fewer blocks or unset it"
+            )
+        return blocks
+    for role in ROLES:
+        block_groups([layer.projections.get(role) for layer in shapes.layers], blocks)
+    if any(key.module in packed for key in shapes.projections):
+        raise SettingsError(
+            f"ATTNQUANT_BLOCKS={blocks}: the checkpoint holds projections in NVFP4, which keep "
+            f"their bits; set it to {layers}, the number of layers, or unset it"
+        )
+    if not settings.precompute_outside:
+        raise SettingsError(
+            f"ATTNQUANT_PRECOMPUTE_OUTSIDE=0 with ATTNQUANT_BLOCKS={blocks} is not served: below "
+            "passthrough weights are rebuilt on the host; set it to 1 or unset it"
+        )
+    return blocks
 
 
 def block_groups(

@@ -54,7 +54,10 @@ def _by_layer(shapes: Mapping[ProjectionKey, Shape], role: Role, layers: int) ->
 def _decompose(
     groups: list[list[ProjectionKey]], load: Callable[[ProjectionKey], NDArray[Any]], rank: int
 ) -> Iterator[dict[ProjectionKey, ThetaBundle]]:
-    with tqdm(total=sum(map(len, groups)), desc="theta", unit="weight", disable=None) as bar:
+    # At passthrough there is nothing to wait for.
+    shared = any(len(group) > 1 for group in groups)
+    disable = None if shared else True
+    with tqdm(total=sum(map(len, groups)), desc="theta", unit="weight", disable=disable) as bar:
         for group in groups:
             names = [f"{key.module}.weight" for key in group]
             yield dict(

@@ -24,7 +24,7 @@ from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType
 
-from attnquant.kernels import EXTENSIONS
+from attnquant.kernels import extensions
 from attnquant.kernels.ops import nvfp4_matmul
 
 gpu, columns = DeviceRef.GPU(), int(columns)
@@ -34,7 +34,7 @@ types = [
     TensorType(DType.uint8, (640, columns // 16), gpu),
     TensorType(DType.float32, (2,), gpu),
 ]
-with Graph("projection", input_types=types, custom_extensions=[EXTENSIONS]) as graph:
+with Graph("projection", input_types=types, custom_extensions=[extensions()]) as graph:
     graph.output(nvfp4_matmul(*(value.tensor for value in graph.inputs), part_rows=(600, 40)))
 InferenceSession(devices=[driver.Accelerator()]).load(graph)
 print("compiled for", architecture)

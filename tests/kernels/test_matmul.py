@@ -15,7 +15,7 @@ from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType
 from numpy.typing import NDArray
 
-from attnquant.kernels import EXTENSIONS
+from attnquant.kernels import extensions
 from attnquant.kernels.ops import nvfp4_matmul
 from attnquant.nvfp4 import reference
 from attnquant.nvfp4.format import NVFP4Weight
@@ -81,7 +81,7 @@ def multiply() -> Multiply:
             TensorType(DType.uint8, (rows, columns // 16), cpu),
             TensorType(DType.float32, (len(case.weight.part_rows),), cpu),
         ]
-    with Graph("cases", input_types=types, custom_extensions=[EXTENSIONS]) as graph:
+    with Graph("cases", input_types=types, custom_extensions=[extensions()]) as graph:
         values = iter([value.tensor for value in graph.inputs])
         products = []
         for case in CASES.values():

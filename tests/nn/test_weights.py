@@ -14,7 +14,7 @@ from max.dtype import DType
 from max.graph.weights import WeightData, load_weights
 from safetensors.numpy import save_file
 
-from attnquant.errors import AttnquantError, CheckpointError
+from attnquant.errors import AttnquantError, CheckpointError, SettingsError
 from attnquant.nn.tensors import to_numpy
 from attnquant.nn.weights import decoder_weights
 from attnquant.projections import FUSED_ROLES, ProjectionKey, group_module
@@ -156,3 +156,37 @@ def test_what_is_wrong_is_named(
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value, AttnquantError)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        pytest.param(
+            Settings(blocks=CASE.layers + 1),
+            f"ATTNQUANT_BLOCKS={CASE.layers + 1} is not a whole number from 1 to {CASE.layers}",
+            id="more-blocks-than-layers",
+        ),
+        pytest.param(
+            Settings(rank=4), "ATTNQUANT_RANK=4 corrects shared blocks", id="rank-at-passthrough"
+        ),
+        pytest.param(
+            Settings(blocks=2, precompute_outside=False),
+            "ATTNQUANT_PRECOMPUTE_OUTSIDE=0 with ATTNQUANT_BLOCKS=2 is not served",
+            id="inside-the-graph",
+        ),
+    ],
+)
+def test_blocks_that_cannot_be_served_are_refused(
+    tiny_directory: Callable[[str], Path], settings: Settings, words: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(tiny_directory(CASE.name), settings=settings)
+    assert words in str(caught.value)
+
+
+def test_shared_blocks_are_rebuilt_and_stacked(tiny_directory: Callable[[str], Path]) -> None:
+    state = load(tiny_directory(CASE.name), settings=Settings(blocks=1, rank=4))
+    stacked = to_numpy(state["layers.0.mlp.gate_up_proj.weight"])
+    assert stacked.shape == (2 * CASE.intermediate, CASE.hidden)
+    stored = CASE.tensors()["model.layers.0.mlp.gate_proj.weight"]
+    assert not np.array_equal(stacked[: CASE.intermediate], stored)
