@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,7 +40,10 @@ def test_inspect_as_json(flagship: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_inspect_does_not_import_max(flagship: Path) -> None:
     code = f"import sys; from attnquant.cli import main; main(['inspect', {str(flagship)!r}]); "
     code += "sys.exit('max' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    # Kernels that ran in this process set variables, below Python, that mislead another one.
+    environ = dict(os.environ)
+    result = subprocess.run([sys.executable, "-c", code], env=environ, check=False)
+    assert result.returncode == 0
 
 
 def test_export_writes_what_can_be_opened_and_never_over_anything(
