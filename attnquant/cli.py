@@ -13,6 +13,7 @@ from functools import partial
 
 from attnquant import __version__
 from attnquant.errors import AttnquantError
+from attnquant.settings import patterns
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,15 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _patterns(text: str) -> tuple[str, ...]:
-    return tuple(pattern.strip() for pattern in text.split(",") if pattern.strip())
-
-
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a directory, a config.json, or a Hugging Face id")
     parser.add_argument("--quant", choices=("none", "nvfp4"), default="nvfp4")
     parser.add_argument(
-        "--ignore", type=_patterns, default=(), help="as ATTNQUANT_QUANT_IGNORE: self_attn, ..."
+        "--ignore", type=patterns, default=(), help="as ATTNQUANT_QUANT_IGNORE: self_attn, ..."
     )
     parser.add_argument("--lm-head", action="store_true", help="quantize the output head too")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -63,7 +60,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", help="the new directory")
     parser.add_argument("--quant", choices=("nvfp4",), required=True)
     parser.add_argument(
-        "--ignore", type=_patterns, default=(), help="as ATTNQUANT_QUANT_IGNORE: self_attn, ..."
+        "--ignore", type=patterns, default=(), help="as ATTNQUANT_QUANT_IGNORE: self_attn, ..."
     )
     parser.add_argument("--scales", choices=("absmax", "mse"), default="mse")
     parser.set_defaults(run=_export)

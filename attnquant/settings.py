@@ -43,7 +43,8 @@ def _switch(text: str) -> bool:
     return {"0": False, "1": True, "false": False, "true": True}[text.lower()]
 
 
-def _patterns(text: str) -> tuple[str, ...]:
+def patterns(text: str) -> tuple[str, ...]:
+    """The patterns of a comma-separated list."""
     return tuple(pattern.strip() for pattern in text.split(",") if pattern.strip())
 
 
@@ -100,7 +101,7 @@ class Settings:
     quant_ignore: tuple[str, ...] = field(
         default=(),
         metadata=_described(
-            _patterns,
+            patterns,
             "comma-separated names or globs over module paths",
             "Projections that stay as they are: `self_attn`, `o_proj`, `model.layers.0.*`.",
         ),
