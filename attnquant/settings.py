@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -134,12 +134,12 @@ class Settings:
         config = {} if config is None else config
         known = {setting.name: setting for setting in fields(cls)}
         problems = [
-            _unknown(name, [PREFIX + known_name.upper() for known_name in known])
+            _unknown(name, [known_name.upper() for known_name in known], PREFIX)
             for name in sorted(environ)
             if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in known
         ]
         problems += [
-            "config.json's attnquant." + _unknown(name, list(known))
+            "config.json's attnquant." + _unknown(name, known)
             for name in config
             if name not in known
         ]
@@ -169,9 +169,10 @@ class Settings:
         return cls(**values)
 
 
-def _unknown(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+def _unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
+    near = difflib.get_close_matches(name.removeprefix(prefix), known, n=1)
+    everything = ", ".join(prefix + one for one in known)
+    hint = f"did you mean {prefix}{near[0]}?" if near else f"known are {everything}"
     return f"{name} is not a setting: {hint}"
 
 

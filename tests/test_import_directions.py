@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -159,6 +160,8 @@ def test_importing_attnquant_is_cheap():
     run = subprocess.run(
         [sys.executable, "-c", code],
         cwd=PACKAGE.parent,
+        # Kernels that ran in this process set variables, below Python, that mislead another one.
+        env=dict(os.environ),
         capture_output=True,
         text=True,
         check=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -44,7 +45,9 @@ def fail(directory: Path) -> None:
 
 def start_maker(target: Path, pause: float) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", MAKER, str(target), str(pause)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    # Kernels that ran in this process set variables, below Python, that mislead another one.
+    environ = dict(os.environ)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
 
 
 def assert_whole(target: Path) -> None:

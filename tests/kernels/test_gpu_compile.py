@@ -5,6 +5,7 @@ A virtual device is global state of a process, so each target compiles in its ow
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -57,6 +58,8 @@ print("compiled for", architecture)
 def test_compiles(api: str, architecture: str, dtype: str, columns: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, api, architecture, dtype, str(columns)],
+        # Kernels that ran in this process set variables, below Python, that mislead another one.
+        env=dict(os.environ),
         capture_output=True,
         text=True,
         timeout=1200,
