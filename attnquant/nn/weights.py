@@ -9,7 +9,7 @@ keeps its bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,7 @@ def decoder_weights(
     names, stored = decoder_tensors(_specs(data), shapes, config)
     packed = {path for path, weight in stored.items() if weight.is_nvfp4}
     coverage = coverage_of(settings, shapes, packed)
-    rebuilt = _rebuild(data, stored, shapes, dtype, settings)
+    rebuilt = _rebuild(data, stored, packed, shapes, dtype, settings)
 
     state: State = {}
     with Quantizer(coverage, shapes, settings.quant_scales, data) as quantizer:
@@ -92,6 +92,7 @@ def decoder_weights(
 def _rebuild(
     data: dict[str, WeightData],
     stored: Mapping[str, StoredWeight],
+    packed: Collection[str],
     shapes: DecoderShapes,
     dtype: DType,
     settings: Settings,
@@ -100,7 +101,6 @@ def _rebuild(
 
     At passthrough W_eff is the weight itself.
     """
-    packed = {path for path, weight in stored.items() if weight.is_nvfp4}
     blocks = blocks_of(settings, shapes, packed)
     dense = {key: shape for key, shape in shapes.projections.items() if key.module not in packed}
     if not dense:
