@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from attnquant.errors import CheckpointError
 from attnquant.kernels import extensions
 from attnquant.nvfp4.format import BLOCK_SIZE, NVFP4Weight
+from attnquant.nvfp4.reference import check_source
 from attnquant.nvfp4.scales import ScaleTables, encode_scale, global_scale
 
 # The actions of `attnquant_nvfp4_codec`, as in mojo/ops.mojo.
@@ -43,11 +44,7 @@ def largest_magnitude(weight: NDArray[Any], *, name: str = "weight") -> np.float
         CheckpointError: not of rank 2, not float32, float16 or bfloat16, `in` not a multiple of
             16, or a NaN or infinity: names the tensor, and the row and column of the first.
     """
-    if weight.ndim != 2 or weight.dtype not in _FORMATS or weight.shape[1] % BLOCK_SIZE:
-        raise CheckpointError(
-            f"{name}: found {weight.dtype} {list(weight.shape)}, expected float32, float16 or "
-            f"bfloat16 [out, in] with in a multiple of {BLOCK_SIZE} to make NVFP4 of"
-        )
+    check_source(weight, name)
     if not weight.size:
         return np.float32(0)
     weight = np.ascontiguousarray(weight)

@@ -69,6 +69,20 @@ _CHUNK = 1 << 18
 _SOURCES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
 
+def check_source(weight: NDArray[Any], name: str) -> None:
+    """Refuses what NVFP4 cannot be made of, whatever its values are.
+
+    Raises:
+        CheckpointError: not of rank 2, not float32, float16 or bfloat16, or `in` not a multiple
+            of 16: names the tensor.
+    """
+    if weight.ndim != 2 or weight.dtype not in _SOURCES or weight.shape[1] % BLOCK_SIZE:
+        raise CheckpointError(
+            f"{name}: found {weight.dtype} {list(weight.shape)}, expected float32, float16 or "
+            f"bfloat16 [out, in] with in a multiple of {BLOCK_SIZE} to make NVFP4 of"
+        )
+
+
 def largest_magnitude(weight: NDArray[Any], *, name: str = "weight") -> np.float32:
     """The largest magnitude of a finite `[out, in]` weight, exactly; 0 if it is empty.
 
@@ -76,11 +90,7 @@ def largest_magnitude(weight: NDArray[Any], *, name: str = "weight") -> np.float
         CheckpointError: not of rank 2, not float32, float16 or bfloat16, `in` not a multiple of
             16, or a NaN or infinity: names the tensor, and the row and column of the first.
     """
-    if weight.ndim != 2 or weight.dtype not in _SOURCES or weight.shape[1] % BLOCK_SIZE:
-        raise CheckpointError(
-            f"{name}: found {weight.dtype} {list(weight.shape)}, expected float32, float16 or "
-            f"bfloat16 [out, in] with in a multiple of {BLOCK_SIZE} to make NVFP4 of"
-        )
+    check_source(weight, name)
     amax = np.float32(0)
     for start, rows in _chunks(weight):
         finite = np.isfinite(rows)
