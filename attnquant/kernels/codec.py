@@ -25,7 +25,7 @@ from attnquant.errors import CheckpointError
 from attnquant.kernels import extensions
 from attnquant.nvfp4.format import BLOCK_SIZE, NVFP4Weight
 from attnquant.nvfp4.reference import check_source
-from attnquant.nvfp4.scales import ScaleTables, encode_scale, global_scale
+from attnquant.nvfp4.scales import global_scale
 
 # The actions of `attnquant_nvfp4_codec`, as in mojo/ops.mojo.
 _LARGEST, _ABSMAX, _MSE, _DECODE, _ERROR = range(5)
@@ -34,7 +34,8 @@ _FORMATS: dict[np.dtype[Any], int] = {
     np.dtype(np.float16): 1,
     np.dtype(ml_dtypes.bfloat16): 2,
 }
-_lock = threading.Lock()
+# An `amax` that asks for the weight's own.
+_OWN = -1.0
 
 
 def largest_magnitude(weight: NDArray[Any], *, name: str = "weight") -> np.float32:
@@ -48,7 +49,11 @@ def largest_magnitude(weight: NDArray[Any], *, name: str = "weight") -> np.float
     if not weight.size:
         return np.float32(0)
     weight = np.ascontiguousarray(weight)
-    bits, place = _run(_LARGEST, weight=weight)
+    return _largest(weight, name, *_run(_LARGEST, weight=weight, factor=_OWN))
+
+
+def _largest(weight: NDArray[Any], name: str, bits: float, place: float) -> np.float32:
+    """The largest magnitude from its bits; `place` is where one is not finite, or -1."""
     if place >= 0:
         row, column = divmod(int(place), weight.shape[1])
         raise CheckpointError(
@@ -80,28 +85,28 @@ def encode(
         CheckpointError: as `largest_magnitude`.
         ValueError: `amax` is below this projection's own largest magnitude.
     """
+    check_source(weight, name)
     weight = np.ascontiguousarray(weight)
-    own = largest_magnitude(weight, name=name)
-    largest = own if amax is None else np.float32(amax)
-    if not own <= largest < np.inf:
-        raise ValueError(f"{name}: found amax {amax}, expected finite, at least its own {own}")
-    scale = global_scale(largest)
-    tables = ScaleTables.of(scale)
     out, columns = weight.shape
     codes = np.empty((out, columns // 2), np.uint8)
     block_scales = np.empty((out, columns // BLOCK_SIZE), np.uint8)
+    own = np.float32(0)
     if weight.size:
-        _run(
+        statistics = _run(
             _MSE if scales == "mse" else _ABSMAX,
             weight=weight,
             codes=codes,
             scales=block_scales,
-            factors=np.array([scale, encode_scale(largest), tables.unit, *tables.inverses]),
+            factor=_OWN if amax is None else amax,
         )
+        own = _largest(weight, name, *statistics)
+    largest = own if amax is None else np.float32(amax)
+    if not own <= largest < np.inf:
+        raise ValueError(f"{name}: found amax {amax}, expected finite, at least its own {own}")
     return NVFP4Weight(
         codes=codes,
         block_scales=block_scales.view(ml_dtypes.float8_e4m3fn),
-        global_scales=np.array([scale], np.float32),
+        global_scales=np.array([global_scale(largest)], np.float32),
         part_rows=(out,),
     )
 
@@ -114,7 +119,7 @@ def decode(weight: NVFP4Weight) -> NDArray[np.float32]:
             _DECODE,
             codes=weight.codes[rows],
             scales=weight.block_scales[rows],
-            factors=np.array([scale]),
+            factor=scale,
             values=values[rows],
         )
     return values
@@ -129,7 +134,7 @@ def relative_error(weight: NDArray[Any], quantized: NVFP4Weight) -> float:
             weight=np.ascontiguousarray(weight[rows]),
             codes=quantized.codes[rows],
             scales=quantized.block_scales[rows],
-            factors=np.array([scale]),
+            factor=scale,
         )
         error += part_error
         total += part_total
@@ -145,34 +150,54 @@ def _parts(weight: NVFP4Weight) -> Iterator[tuple[slice, np.float32]]:
         start += count
 
 
-_NOTHING: NDArray[np.uint8] = np.empty(0, np.uint8)
+class _Codec:
+    """The compiled graph, and the memory of the small arrays that go in and out with every call."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.model = _compile()
+        self.statistics = np.zeros(2, np.float64)
+        self.statistics_buffer = _buffer(self.statistics)
+        self.factor = np.zeros(1, np.float32)
+        self.factor_buffer = _buffer(self.factor)
+        self.request = np.zeros(3, np.int64)
+        self.request_buffer = _buffer(self.request)
+        self.nothing = _buffer(np.empty(0, np.uint8))
+        self.no_values = _buffer(np.empty(0, np.float32))
+
+
+_codec = cache(_Codec)
 
 
 def _run(
     action: int,
     *,
-    weight: NDArray[Any] = _NOTHING,
-    codes: NDArray[Any] = _NOTHING,
-    scales: NDArray[Any] = _NOTHING,
-    values: NDArray[Any] = _NOTHING,
-    factors: NDArray[Any] = _NOTHING,
+    weight: NDArray[Any] | None = None,
+    codes: NDArray[Any] | None = None,
+    scales: NDArray[Any] | None = None,
+    values: NDArray[np.float32] | None = None,
+    factor: float | np.float32 = 0.0,
 ) -> tuple[float, float]:
     """Runs one action over contiguous arrays, and returns the two statistics."""
-    blocks = (weight.size or 2 * codes.size) // BLOCK_SIZE
-    statistics = np.zeros(2, np.float64)
-    request = np.array([action, _FORMATS.get(weight.dtype, 0), blocks], np.int64)
-    arrays: tuple[NDArray[Any], ...] = (
-        codes.view(np.uint8),
-        scales.view(np.uint8),
-        values.view(np.float32),
-        statistics,
-        weight.view(np.uint8),
-        factors.astype(np.float32),
-        request,
-    )
-    with _lock:
-        _model()(*[_buffer(array) for array in arrays])
-    return float(statistics[0]), float(statistics[1])
+    codec = _codec()
+    blocks, form = 0, 0
+    if weight is not None:
+        blocks, form = weight.size // BLOCK_SIZE, _FORMATS[weight.dtype]
+    elif scales is not None:
+        blocks = scales.size
+    with codec.lock:
+        codec.request[:] = action, form, blocks
+        codec.factor[0] = factor
+        codec.model.execute(
+            codec.nothing if codes is None else _buffer(codes.view(np.uint8)),
+            codec.nothing if scales is None else _buffer(scales.view(np.uint8)),
+            codec.no_values if values is None else _buffer(values),
+            codec.statistics_buffer,
+            codec.nothing if weight is None else _buffer(weight.view(np.uint8)),
+            codec.factor_buffer,
+            codec.request_buffer,
+        )
+        return float(codec.statistics[0]), float(codec.statistics[1])
 
 
 def _buffer(array: NDArray[Any]) -> Buffer:
@@ -189,8 +214,7 @@ def _buffer(array: NDArray[Any]) -> Buffer:
     return Buffer.from_numpy(np.frombuffer(memoryview(memory), array.dtype))
 
 
-@cache
-def _model() -> Model:
+def _compile() -> Model:
     cpu = DeviceRef.CPU()
     with Graph(
         "attnquant_nvfp4_codec",
@@ -200,7 +224,7 @@ def _model() -> Model:
             BufferType(DType.float32, ["values"], cpu),
             BufferType(DType.float64, [2], cpu),
             TensorType(DType.uint8, ["weight"], cpu),
-            TensorType(DType.float32, ["factors"], cpu),
+            TensorType(DType.float32, [1], cpu),
             TensorType(DType.int64, [3], cpu),
         ],
         custom_extensions=[extensions()],

@@ -2,15 +2,6 @@
 
 `attnquant/nvfp4/reference.py` defines every result to the last bit; this file says only how it is
 reached faster. A weight is a run of blocks of 16, wherever its rows end.
-
-Rounding to E2M1 is one addition and one subtraction of a number so large that float32 keeps
-multiples of the step only: the step doubles with each power of two from 1 on, so the number is made
-of the magnitude's own exponent. Ties go to even there as the format wants.
-
-The search of scales sums squared errors in float32 first. That sum is within 2^-20 of the exact one
-(sixteen squares and fifteen additions, each off by 2^-24 at most, and whatever underflows), so only
-candidates within 2^-18 of the least can be the exact least: the float64 sum that decides is made
-for these alone, most often for none, there being one.
 """
 
 from std.math import ceildiv
@@ -18,27 +9,29 @@ from std.memory import bitcast
 from std.sys import CompilationTarget, llvm_intrinsic
 from max.algorithm import sync_parallelize
 
-comptime BLOCK = 16
-comptime Values = SIMD[DType.float32, BLOCK]
-comptime Bits = SIMD[DType.uint32, BLOCK]
+from .scale_search import (
+    BLOCK,
+    LANES,
+    Lanes,
+    ScaleTables,
+    Values,
+    absmax_bytes,
+    columns_of,
+    e4m3,
+    least_error_bytes,
+    nearest_magnitude,
+)
 
-comptime CODES_BELOW = 3
-comptime CODES_ABOVE = 7
-comptime LARGEST_SCALE = 126
 comptime TASK_BLOCKS = 1 << 12
 """Blocks that make a task: some 100 us of encoding."""
-
-# Places in the factors that describe a global scale.
-comptime GLOBAL_SCALE = 0
-comptime ENCODE_SCALE = 1
-comptime UNIT = 2
-comptime INVERSES = 3
 
 
 def largest_magnitude[
     dtype: DType
-](weight: Pointer[Scalar[dtype], _], blocks: Int, statistics: Pointer[mut=True, Float64, _]):
-    """Writes the largest magnitude's bits, and the index of the first NaN or infinity or -1.
+](
+    weight: Pointer[Scalar[dtype], _], blocks: Int, statistics: Pointer[mut=True, Float64, _]
+) -> Float32:
+    """The largest magnitude; writes its bits, and the index of the first NaN or infinity or -1.
 
     As bits without sign, magnitudes are ordered as integers are, with infinity and NaN on top.
     """
@@ -71,6 +64,7 @@ def largest_magnitude[
                 place += 1
     statistics[unsafe_offset=0] = overall.cast[DType.float64]()
     statistics[unsafe_offset=1] = Float64(place)
+    return bitcast[dtype](overall).cast[DType.float32]()
 
 
 def _infinity_bits[dtype: DType]() -> Int:
@@ -87,7 +81,7 @@ def encode[
 ](
     weight: Pointer[Scalar[dtype], _],
     blocks: Int,
-    factors: Pointer[Float32, _],
+    amax: Float32,
     search: Bool,
     codes: Pointer[mut=True, UInt8, _],
     scales: Pointer[mut=True, UInt8, _],
@@ -97,23 +91,35 @@ def encode[
     Args:
         weight: Finite, 16 values a block.
         blocks: How many.
-        factors: Of the global scale: itself, the encode scale, the unit, then an inverse per byte.
+        amax: The fused group's largest magnitude, no less than the weight's own.
         search: Whether to look for the scale of least squared error.
         codes: 8 bytes a block.
         scales: One byte a block.
     """
 
     def work(task: Int) {imm}:
-        for block in range(task * TASK_BLOCKS, min((task + 1) * TASK_BLOCKS, blocks)):
-            var values = weight.unsafe_load[width=BLOCK](block * BLOCK).cast[DType.float32]()
-            var magnitudes = abs(values)
-            var largest = magnitudes.reduce_max()
-            var scale = _absmax_byte(largest, factors[unsafe_offset=ENCODE_SCALE])
-            if search and scale > 0:
-                scale = _search(magnitudes, scale, factors)
-            scales[unsafe_offset=block] = UInt8(scale)
-            var scaled = values * factors[unsafe_offset=INVERSES + scale]
-            codes.unsafe_store(block * BLOCK // 2, _pack(scaled))
+        var tables = ScaleTables(amax)
+        var end = min((task + 1) * TASK_BLOCKS, blocks)
+        for first in range(task * TASK_BLOCKS, end, LANES):
+            # Past the end, the last block again.
+            var rows = Array[Values, LANES](fill=0)
+            comptime for lane in range(LANES):
+                var at = min(first + lane, end - 1) * BLOCK
+                rows[lane] = _float32(weight.unsafe_load[width=BLOCK](at))
+            var magnitudes = columns_of(rows)
+            var largest = Lanes(0)
+            comptime for k in range(BLOCK):
+                largest = max(largest, magnitudes[k])
+            var chosen = absmax_bytes(largest, tables.encode_scale)
+            if search:
+                chosen = least_error_bytes(magnitudes, chosen, tables)
+            comptime for lane in range(LANES):
+                var block = first + lane
+                if block < end:
+                    var scale = Int(chosen[lane])
+                    var scaled = rows[lane] * tables.inverses[scale]
+                    scales[unsafe_offset=block] = UInt8(scale)
+                    codes.unsafe_store(block * BLOCK // 2, _pack(scaled))
 
     _parallel(work, ceildiv(blocks, TASK_BLOCKS))
 
@@ -156,7 +162,7 @@ def squared_error[
         var error = SIMD[DType.float64, BLOCK](0)
         var total = SIMD[DType.float64, BLOCK](0)
         for block in range(task * TASK_BLOCKS, min((task + 1) * TASK_BLOCKS, blocks)):
-            var exact = weight.unsafe_load[width=BLOCK](block * BLOCK).cast[DType.float32]()
+            var exact = _float32(weight.unsafe_load[width=BLOCK](block * BLOCK))
             var wide = exact.cast[DType.float64]()
             var decoded = _decode_block(codes, scales, block, global_scale)
             var difference = wide - decoded.cast[DType.float64]()
@@ -174,86 +180,23 @@ def squared_error[
 
 
 @always_inline
-def _absmax_byte(largest: Float32, encode_scale: Float32) -> Int:
-    """The E4M3 byte nearest to `largest / 6 * encode_scale`, at least 1 unless `largest` is 0."""
-    var scaled = min(largest / 6 * encode_scale, Float32(448))
-    if scaled < 0.015625:
-        # Below 2^-6, E4M3 is a grid of 2^-9.
-        var byte = Int(round(scaled * 512))
-        return max(byte, 1) if largest > 0 else 0
-    var bits = bitcast[DType.uint32](scaled)
-    bits += 0x7_FFFF + ((bits >> 20) & 1)
-    return Int(bits >> 20) - (120 << 3)
-
-
-@always_inline
-def _nearest(magnitudes: Values) -> Values:
-    """The nearest of 0 0.5 1 1.5 2 3 4 6, ties to the even code."""
-    var capped = min(magnitudes, Values(6))
-    var exponent = bitcast[DType.uint32, BLOCK](max(capped, Values(1))) & 0x7F80_0000
-    # 1.5 * 2^22 times the power of two: what keeps multiples of half of that power.
-    var large = bitcast[DType.float32, BLOCK](exponent + ((22 << 23) | 0x40_0000))
-    return (capped + large) - large
+def _float32[dtype: DType](values: SIMD[dtype, BLOCK]) -> Values:
+    """Exact; a bfloat16 is the upper half of a float32."""
+    comptime if dtype == DType.bfloat16:
+        var bits = bitcast[DType.uint16, BLOCK](values).cast[DType.uint32]()
+        return bitcast[DType.float32, BLOCK](bits << 16)
+    else:
+        return values.cast[DType.float32]()
 
 
 @always_inline
 def _pack(scaled: Values) -> SIMD[DType.uint8, BLOCK // 2]:
-    var doubled = (_nearest(abs(scaled)) * 2).cast[DType.int32]()
+    var doubled = (nearest_magnitude(abs(scaled)) * 2).cast[DType.int32]()
     # 0 1 2 3 4 6 8 12 to 0 ... 7
     var index = min(doubled, min((doubled >> 1) + 2, (doubled >> 2) + 4))
     var sign = scaled.lt(Values(0)).select(SIMD[DType.int32, BLOCK](8), SIMD[DType.int32, BLOCK](0))
     var low, high = (index | sign).cast[DType.uint8]().deinterleave()
     return rebind[SIMD[DType.uint8, BLOCK // 2]](low | (high << 4))
-
-
-@always_inline
-def _residuals(
-    magnitudes: Values, scale: Int, factors: Pointer[Float32, _]
-) -> Values:
-    """`|x| * unit - decoded * unit` under a scale byte."""
-    var nearest = _nearest(magnitudes * factors[unsafe_offset=INVERSES + scale])
-    var decoded = nearest * _e4m3(UInt8(scale)) * factors[unsafe_offset=GLOBAL_SCALE]
-    var unit = factors[unsafe_offset=UNIT]
-    return magnitudes * unit - decoded * unit
-
-
-@always_inline
-def _search(magnitudes: Values, absmax: Int, factors: Pointer[Float32, _]) -> Int:
-    comptime candidates = CODES_BELOW + 1 + CODES_ABOVE
-    var first = max(1, absmax - CODES_BELOW)
-    var last = min(LARGEST_SCALE, absmax + CODES_ABOVE)
-    var errors = SIMD[DType.float32, 16](Float32.MAX)
-    for scale in range(first, last + 1):
-        var residuals = _residuals(magnitudes, scale, factors)
-        errors[scale - first] = (residuals * residuals).reduce_add()
-    var bound = errors.reduce_min() * Float32(1 + 1.0 / (1 << 18)) + Float32(1e-36)
-    var close = errors.le(SIMD[DType.float32, 16](bound))
-
-    var best = absmax
-    var least = Float64.MAX
-    if close[absmax - first]:
-        least = _exact_error(magnitudes, absmax, factors)
-    for scale in range(first, last + 1):
-        if close[scale - first] and scale != absmax:
-            var error = _exact_error(magnitudes, scale, factors)
-            if error < least:
-                best = scale
-                least = error
-    return best
-
-
-def _exact_error(magnitudes: Values, scale: Int, factors: Pointer[Float32, _]) -> Float64:
-    var residuals = _residuals(magnitudes, scale, factors).cast[DType.float64]()
-    var squares = residuals * residuals
-    var eight = squares.slice[8]() + squares.slice[8, offset=8]()
-    var four = eight.slice[4]() + eight.slice[4, offset=4]()
-    var two = four.slice[2]() + four.slice[2, offset=2]()
-    return two[0] + two[1]
-
-
-@always_inline
-def _e4m3(byte: UInt8) -> Float32:
-    return bitcast[DType.float16](byte.cast[DType.uint16]() << 7).cast[DType.float32]() * 256
 
 
 @always_inline
@@ -267,7 +210,7 @@ def _decode_block(
     # The bits of a code, moved to the top of a float16's, are the same number times 2^-14.
     var half = bitcast[DType.float16, BLOCK](((code & 8) << 12) | ((code & 7) << 9))
     var value = half.cast[DType.float32]() * 16384
-    return value * _e4m3(scales[unsafe_offset=block]) * global_scale
+    return value * e4m3(scales[unsafe_offset=block].cast[DType.int32]()) * global_scale
 
 
 @always_inline

@@ -71,6 +71,7 @@ struct NVFP4Codec:
 
     Each action reads and writes the buffers it needs; the others may be empty. `weight` holds the
     bytes of a float32, float16 or bfloat16 weight, by `request`: action, float format, blocks.
+    `factor` is the fused group's largest magnitude to encode, the global scale to decode.
     """
 
     @staticmethod
@@ -80,7 +81,7 @@ struct NVFP4Codec:
         values: MutableInputTensor[dtype=DType.float32, rank=1, ...],
         statistics: MutableInputTensor[dtype=DType.float64, rank=1, ...],
         weight: InputTensor[dtype=DType.uint8, rank=1, ...],
-        factors: InputTensor[dtype=DType.float32, rank=1, ...],
+        factor: InputTensor[dtype=DType.float32, rank=1, ...],
         request: InputTensor[dtype=DType.int64, rank=1, ...],
     ):
         var action = Int(request[0])
@@ -90,7 +91,7 @@ struct NVFP4Codec:
                 codes.unsafe_ptr(),
                 scales.unsafe_ptr(),
                 blocks,
-                factors[0],
+                factor[0],
                 values.unsafe_ptr(),
             )
             return
@@ -99,23 +100,26 @@ struct NVFP4Codec:
             comptime dtype = [DType.float32, DType.float16, DType.bfloat16][format]
             if Int(request[1]) == format:
                 var source = weight.unsafe_ptr().unsafe_bitcast[Scalar[dtype]]()
-                if action == LARGEST:
-                    largest_magnitude(source, blocks, statistics.unsafe_ptr())
-                elif action == ABSMAX or action == MSE:
-                    encode(
-                        source,
-                        blocks,
-                        factors.unsafe_ptr(),
-                        action == MSE,
-                        codes.unsafe_ptr(),
-                        scales.unsafe_ptr(),
-                    )
+                if action == LARGEST or action == ABSMAX or action == MSE:
+                    var own = largest_magnitude(source, blocks, statistics.unsafe_ptr())
+                    # A negative amax asks for the weight's own.
+                    var amax = own if factor[0] < 0 else factor[0]
+                    var sound = statistics[1] < 0 and own <= amax
+                    if action != LARGEST and sound:
+                        encode(
+                            source,
+                            blocks,
+                            amax,
+                            action == MSE,
+                            codes.unsafe_ptr(),
+                            scales.unsafe_ptr(),
+                        )
                 else:
                     squared_error(
                         source,
                         codes.unsafe_ptr(),
                         scales.unsafe_ptr(),
                         blocks,
-                        factors[0],
+                        factor[0],
                         statistics.unsafe_ptr(),
                     )
