@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from attnquant.errors import CheckpointError
 from attnquant.kernels import extensions
 from attnquant.nvfp4.format import BLOCK_SIZE, NVFP4Weight
-from attnquant.nvfp4.reference import check_source
+from attnquant.nvfp4.reference import check_importance, check_source
 from attnquant.nvfp4.scales import global_scale
 
 # The actions of `attnquant_nvfp4_codec`, as in mojo/ops.mojo.
@@ -70,6 +70,7 @@ def encode(
     *,
     scales: Literal["absmax", "mse"] = "mse",
     amax: float | None = None,
+    importance: NDArray[np.float32] | None = None,
     name: str = "weight",
 ) -> NVFP4Weight:
     """Quantizes one projection.
@@ -79,13 +80,17 @@ def encode(
         scales: how block scales are chosen.
         amax: the largest magnitude of the fused group, which sets the global scale that its
             projections share; this projection's own if None.
+        importance: float32 `[in]`, above 0: how much the search minds an error in each input
+            column; all alike if None.
         name: the tensor's name, for errors.
 
     Raises:
         CheckpointError: as `largest_magnitude`.
-        ValueError: `amax` is below this projection's own largest magnitude.
+        ValueError: `amax` is below this projection's own largest magnitude, or `importance` is not
+            one finite number above 0 for each column.
     """
     check_source(weight, name)
+    check_importance(importance, weight, name)
     weight = np.ascontiguousarray(weight)
     out, columns = weight.shape
     codes = np.empty((out, columns // 2), np.uint8)
@@ -98,6 +103,7 @@ def encode(
             codes=codes,
             scales=block_scales,
             factor=_OWN if amax is None else amax,
+            importance=importance,
         )
         own = _largest(weight, name, *statistics)
     largest = own if amax is None else np.float32(amax)
@@ -163,7 +169,7 @@ class _Codec:
         self.request = np.zeros(3, np.int64)
         self.request_buffer = _buffer(self.request)
         self.nothing = _buffer(np.empty(0, np.uint8))
-        self.no_values = _buffer(np.empty(0, np.float32))
+        self.no_floats = _buffer(np.empty(0, np.float32))
 
 
 _codec = cache(_Codec)
@@ -176,6 +182,7 @@ def _run(
     codes: NDArray[Any] | None = None,
     scales: NDArray[Any] | None = None,
     values: NDArray[np.float32] | None = None,
+    importance: NDArray[np.float32] | None = None,
     factor: float | np.float32 = 0.0,
 ) -> tuple[float, float]:
     """Runs one action over contiguous arrays, and returns the two statistics."""
@@ -191,9 +198,10 @@ def _run(
         codec.model.execute(
             codec.nothing if codes is None else _buffer(codes.view(np.uint8)),
             codec.nothing if scales is None else _buffer(scales.view(np.uint8)),
-            codec.no_values if values is None else _buffer(values),
+            codec.no_floats if values is None else _buffer(values),
             codec.statistics_buffer,
             codec.nothing if weight is None else _buffer(weight.view(np.uint8)),
+            codec.no_floats if importance is None else _buffer(importance),
             codec.factor_buffer,
             codec.request_buffer,
         )
@@ -224,6 +232,7 @@ def _compile() -> Model:
             BufferType(DType.float32, ["values"], cpu),
             BufferType(DType.float64, [2], cpu),
             TensorType(DType.uint8, ["weight"], cpu),
+            TensorType(DType.float32, ["importance"], cpu),
             TensorType(DType.float32, [1], cpu),
             TensorType(DType.int64, [3], cpu),
         ],

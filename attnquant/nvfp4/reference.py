@@ -83,6 +83,25 @@ def check_source(weight: NDArray[Any], name: str) -> None:
         )
 
 
+def check_importance(
+    importance: NDArray[np.float32] | None, weight: NDArray[Any], name: str
+) -> None:
+    """Refuses an importance that is not one finite number above 0 for each column.
+
+    Raises:
+        ValueError: names the tensor.
+    """
+    if importance is None:
+        return
+    if importance.dtype != np.float32 or importance.shape != weight.shape[1:]:
+        raise ValueError(
+            f"{name}: found an importance {importance.dtype} {list(importance.shape)}, expected "
+            f"float32 {list(weight.shape[1:])}"
+        )
+    if not (np.isfinite(importance) & (importance > 0)).all():
+        raise ValueError(f"{name}: found an importance that is not finite and above 0")
+
+
 def largest_magnitude(weight: NDArray[Any], *, name: str = "weight") -> np.float32:
     """The largest magnitude of a finite `[out, in]` weight, exactly; 0 if it is empty.
 
@@ -111,6 +130,7 @@ def encode(
     *,
     scales: Literal["absmax", "mse"] = "mse",
     amax: float | None = None,
+    importance: NDArray[np.float32] | None = None,
     name: str = "weight",
 ) -> NVFP4Weight:
     """Quantizes one projection.
@@ -120,12 +140,16 @@ def encode(
         scales: how block scales are chosen.
         amax: the largest magnitude of the fused group, which sets the global scale that its
             projections share; this projection's own if None.
+        importance: float32 `[in]`, above 0: how much the search minds an error in each input
+            column; all alike if None.
         name: the tensor's name, for errors.
 
     Raises:
         CheckpointError: as `largest_magnitude`.
-        ValueError: `amax` is below this projection's own largest magnitude.
+        ValueError: `amax` is below this projection's own largest magnitude, or `importance` is not
+            one finite number above 0 for each column.
     """
+    check_importance(importance, weight, name)
     own = largest_magnitude(weight, name=name)
     largest = own if amax is None else np.float32(amax)
     if not own <= largest < np.inf:
@@ -140,7 +164,10 @@ def encode(
         magnitudes = np.abs(blocks)
         chosen = absmax_bytes(magnitudes, to_scale)
         if scales == "mse":
-            chosen = mse_bytes(magnitudes, chosen, tables)
+            counts = None
+            if importance is not None:
+                counts = np.tile(importance.reshape(-1, BLOCK_SIZE), (len(rows), 1))
+            chosen = mse_bytes(magnitudes, chosen, tables, importance=counts)
         stop = start + len(rows)
         codes[start:stop] = _pack(_signed_codes(blocks, chosen, tables)).reshape(len(rows), -1)
         scale_bytes[start:stop] = chosen.reshape(len(rows), -1)

@@ -32,6 +32,10 @@ FLOAT32_MAX = np.finfo(np.float32).max
 CODES_BELOW = 3
 CODES_ABOVE = 7
 
+# Columns that matter little let the scale shrink further below the abs-max scale: the columns that
+# do may be small ones. With 8 the weighted search equalled one over all bytes where it was tried.
+WEIGHTED_CODES_BELOW = 8
+
 # The least |y| that rounds up to each of the codes 1 ... 7. The midpoints are .25 .75 1.25 1.75
 # 2.5 3.5 5; a tie goes to the even code, so every second midpoint belongs to the code below it.
 _FIRST_MAGNITUDES: NDArray[np.float32] = np.array(
@@ -123,7 +127,8 @@ def mse_bytes(
     absmax: NDArray[np.uint8],
     tables: ScaleTables,
     *,
-    below: int = CODES_BELOW,
+    importance: NDArray[np.float32] | None = None,
+    below: int | None = None,
     above: int = CODES_ABOVE,
 ) -> NDArray[np.uint8]:
     """The scale byte of least squared error of each block; the abs-max byte wins a tie.
@@ -132,22 +137,25 @@ def mse_bytes(
         magnitudes: float32 `[blocks, 16]`.
         absmax: uint8 `[blocks]`, from `absmax_bytes`.
         tables: of the fused group's global scale.
-        below: how many bytes below the abs-max byte to try.
+        importance: float32 `[blocks, 16]`, what each square counts; all alike if None.
+        below: how many bytes below the abs-max byte to try; 3 if None, 8 with an importance.
         above: how many bytes above it to try.
 
     Returns:
         uint8 `[blocks]`, 0 only where `absmax` is 0.
     """
+    if below is None:
+        below = CODES_BELOW if importance is None else WEIGHTED_CODES_BELOW
     centre = absmax.astype(np.int32)
     best = absmax.copy()
-    least = squared_errors(magnitudes, absmax, tables)
+    least = squared_errors(magnitudes, absmax, tables, importance)
     for offset in range(-below, above + 1):
         byte = centre + offset
         inside = (byte >= 1) & (byte < E4M3_NAN) & (centre > 0)
         if offset == 0 or not inside.any():
             continue
         candidate = np.where(inside, byte, centre).astype(np.uint8)
-        error = squared_errors(magnitudes, candidate, tables)
+        error = squared_errors(magnitudes, candidate, tables, importance)
         better = error < least
         best[better] = candidate[better]
         least[better] = error[better]
@@ -155,7 +163,10 @@ def mse_bytes(
 
 
 def squared_errors(
-    magnitudes: NDArray[np.float32], scale_bytes: NDArray[np.uint8], tables: ScaleTables
+    magnitudes: NDArray[np.float32],
+    scale_bytes: NDArray[np.uint8],
+    tables: ScaleTables,
+    importance: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float64]:
     """Squared error of each block under a scale byte, in units of `tables.unit` squared.
 
@@ -163,6 +174,7 @@ def squared_errors(
         magnitudes: float32 `[blocks, 16]`.
         scale_bytes: uint8 `[blocks]`.
         tables: of the fused group's global scale.
+        importance: float32 `[blocks, 16]`, what each square counts; all alike if None.
 
     Returns:
         float64 `[blocks]`, summed by halves.
@@ -172,6 +184,8 @@ def squared_errors(
         decoded = np.take(tables.values * tables.unit, scale_bytes[:, None] * np.intp(8) + codes)
         residuals = (magnitudes * tables.unit - decoded).astype(np.float64)
     squares = residuals * residuals
+    if importance is not None:
+        squares *= importance
     for half in (8, 4, 2, 1):
         squares = squares[:, :half] + squares[:, half:]
     return squares[:, 0]

@@ -32,6 +32,10 @@ def equal_bytes(found: NVFP4Weight, expected: NVFP4Weight) -> bool:
 
 
 def check(weight: NDArray[Any], amax: float | None = None) -> None:
+    columns = np.random.default_rng(weight.size).standard_normal(weight.shape[1])
+    importance = np.exp(4 * columns).astype(np.float32)
+    expected = reference.encode(weight, amax=amax, importance=importance)
+    assert equal_bytes(codec.encode(weight, amax=amax, importance=importance), expected)
     for scales in ("absmax", "mse"):
         expected = reference.encode(weight, scales=scales, amax=amax)
         assert equal_bytes(codec.encode(weight, scales=scales, amax=amax), expected)
@@ -159,3 +163,18 @@ def test_any_bytes_decode_alike(
     with np.errstate(over="ignore"):
         expected = reference.decode(weight)
     assert codec.decode(weight).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("encode", [codec.encode, reference.encode])
+@pytest.mark.parametrize(
+    "importance",
+    [
+        np.ones(31, np.float32),
+        np.ones(32),
+        np.array([1.0] * 31 + [0.0], np.float32),
+        np.array([1.0] * 31 + [np.inf], np.float32),
+    ],
+)
+def test_an_importance_that_does_not_fit_is_refused(encode: Any, importance: NDArray[Any]) -> None:
+    with pytest.raises(ValueError, match="o_proj: found an importance"):
+        encode(np.ones((2, 32), np.float32), importance=importance, name="o_proj")

@@ -77,22 +77,29 @@ def _infinity_bits[dtype: DType]() -> Int:
 
 
 def encode[
-    dtype: DType
+    dtype: DType, search: Bool, weighted: Bool
 ](
     weight: Pointer[Scalar[dtype], _],
     blocks: Int,
+    importance: Pointer[Float32, _],
+    row_blocks: Int,
     amax: Float32,
-    search: Bool,
     codes: Pointer[mut=True, UInt8, _],
     scales: Pointer[mut=True, UInt8, _],
 ):
     """Writes 8 bytes of codes and a scale byte per block.
 
+    Parameters:
+        dtype: The weight's.
+        search: Whether to look for the scale of least squared error.
+        weighted: Whether squares count by their columns' importance there.
+
     Args:
         weight: Finite, 16 values a block.
         blocks: How many.
+        importance: 16 values a block of a row, the same for all rows; read if `weighted`.
+        row_blocks: Blocks of a row.
         amax: The fused group's largest magnitude, no less than the weight's own.
-        search: Whether to look for the scale of least squared error.
         codes: 8 bytes a block.
         scales: One byte a block.
     """
@@ -111,8 +118,15 @@ def encode[
             comptime for k in range(BLOCK):
                 largest = max(largest, magnitudes[k])
             var chosen = absmax_bytes(largest, tables.encode_scale)
-            if search:
-                chosen = least_error_bytes(magnitudes, chosen, tables)
+            comptime if search:
+                var counts = Array[Values, LANES](fill=1)
+                comptime if weighted:
+                    comptime for lane in range(LANES):
+                        var at = min(first + lane, end - 1) % row_blocks * BLOCK
+                        counts[lane] = importance.unsafe_load[width=BLOCK](at)
+                chosen = least_error_bytes[weighted](
+                    magnitudes, columns_of(counts), chosen, tables
+                )
             comptime for lane in range(LANES):
                 var block = first + lane
                 if block < end:

@@ -9,6 +9,7 @@ from max.gpu.host.info import is_cpu
 from .codec import decode, encode, largest_magnitude, squared_error
 from .cpu_matmul import matmul as cpu_matmul
 from .gpu_matmul import matmul as gpu_matmul
+from .scale_search import BLOCK
 
 
 @extensibility.register("attnquant_nvfp4_matmul")
@@ -71,7 +72,8 @@ struct NVFP4Codec:
 
     Each action reads and writes the buffers it needs; the others may be empty. `weight` holds the
     bytes of a float32, float16 or bfloat16 weight, by `request`: action, float format, blocks.
-    `factor` is the fused group's largest magnitude to encode, the global scale to decode.
+    `factor` is the fused group's largest magnitude to encode, the global scale to decode. The
+    search counts squares by `importance`, one number a column, unless that is empty.
     """
 
     @staticmethod
@@ -81,6 +83,7 @@ struct NVFP4Codec:
         values: MutableInputTensor[dtype=DType.float32, rank=1, ...],
         statistics: MutableInputTensor[dtype=DType.float64, rank=1, ...],
         weight: InputTensor[dtype=DType.uint8, rank=1, ...],
+        importance: InputTensor[dtype=DType.float32, rank=1, ...],
         factor: InputTensor[dtype=DType.float32, rank=1, ...],
         request: InputTensor[dtype=DType.int64, rank=1, ...],
     ):
@@ -105,15 +108,25 @@ struct NVFP4Codec:
                     # A negative amax asks for the weight's own.
                     var amax = own if factor[0] < 0 else factor[0]
                     var sound = statistics[1] < 0 and own <= amax
-                    if action != LARGEST and sound:
-                        encode(
+
+                    @always_inline
+                    def quantize[search: Bool, weighted: Bool]() {imm}:
+                        encode[dtype, search, weighted](
                             source,
                             blocks,
+                            importance.unsafe_ptr(),
+                            importance.dim_size(0) // BLOCK,
                             amax,
-                            action == MSE,
                             codes.unsafe_ptr(),
                             scales.unsafe_ptr(),
                         )
+
+                    if action == ABSMAX and sound:
+                        quantize[False, False]()
+                    elif action == MSE and sound and importance.dim_size(0) == 0:
+                        quantize[True, False]()
+                    elif action == MSE and sound:
+                        quantize[True, True]()
                 else:
                     squared_error(
                         source,

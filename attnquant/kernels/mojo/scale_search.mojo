@@ -25,6 +25,7 @@ comptime Columns = Array[Lanes, BLOCK]
 """The magnitudes of eight blocks: column k of all of them is `[k]`."""
 
 comptime CODES_BELOW = 3
+comptime WEIGHTED_CODES_BELOW = 8
 comptime CODES_ABOVE = 7
 comptime ONE_BITS = 0x3F80_0000
 comptime SIX_BITS = 0x40C0_0000
@@ -102,15 +103,24 @@ def columns_of(rows: Array[Values, LANES]) -> Columns:
 
 
 @always_inline
-def least_error_bytes(magnitudes: Columns, absmax: ScaleBytes, tables: ScaleTables) -> ScaleBytes:
-    """The byte of least squared error, for each lane; the abs-max byte wins a tie."""
-    comptime candidates = CODES_BELOW + 1 + CODES_ABOVE
+def least_error_bytes[
+    weighted: Bool
+](
+    magnitudes: Columns, importance: Columns, absmax: ScaleBytes, tables: ScaleTables
+) -> ScaleBytes:
+    """The byte of least squared error, for each lane; the abs-max byte wins a tie.
+
+    Parameters:
+        weighted: Whether each square counts as often as its place's importance says.
+    """
+    comptime below = WEIGHTED_CODES_BELOW if weighted else CODES_BELOW
+    comptime candidates = below + 1 + CODES_ABOVE
     var roots = Array[Lanes, candidates](fill=Lanes(Float32.MAX))
     var least = Lanes(Float32.MAX)
     var norm = Lanes(0)
     var slack = Lanes(0)
     comptime for candidate in range(candidates):
-        var wanted = absmax + Int32(candidate - CODES_BELOW)
+        var wanted = absmax + Int32(candidate - below)
         var byte = wanted.clamp(1, LARGEST_SCALE)
         var step = e4m3(byte)
         var inverse = min(1 / (step * tables.global_scale), Lanes(Float32.MAX_FINITE))
@@ -122,14 +132,21 @@ def least_error_bytes(magnitudes: Columns, absmax: ScaleBytes, tables: ScaleTabl
             var second = magnitudes[k + 1] * inverse
             var first_residual = first - nearest_magnitude(first)
             var second_residual = second - nearest_magnitude(second)
-            even = first_residual.fma(first_residual, even)
-            odd = second_residual.fma(second_residual, odd)
+            comptime if weighted:
+                even = (first_residual * importance[k]).fma(first_residual, even)
+                odd = (second_residual * importance[k + 1]).fma(second_residual, odd)
+            else:
+                even = first_residual.fma(first_residual, even)
+                odd = second_residual.fma(second_residual, odd)
         roots[candidate] = wanted.eq(byte).select(sqrt(even + odd) * step, Lanes(Float32.MAX))
-        comptime if candidate == CODES_BELOW:
+        comptime if candidate == below:
             var square = Lanes(0)
             comptime for k in range(BLOCK):
                 var scaled = magnitudes[k] * inverse
-                square = scaled.fma(scaled, square)
+                comptime if weighted:
+                    square = (scaled * importance[k]).fma(scaled, square)
+                else:
+                    square = scaled.fma(scaled, square)
             norm = sqrt(square) * step
             slack = step * UNDERFLOWN
         least = min(least, roots[candidate])
@@ -140,7 +157,7 @@ def least_error_bytes(magnitudes: Columns, absmax: ScaleBytes, tables: ScaleTabl
     var best = absmax
     var close = ScaleBytes(0)
     comptime for candidate in range(candidates):
-        var wanted = absmax + Int32(candidate - CODES_BELOW)
+        var wanted = absmax + Int32(candidate - below)
         var inside = wanted.eq(wanted.clamp(1, LARGEST_SCALE)) & absmax.gt(ScaleBytes(0))
         var near = roots[candidate].le(bound) & inside
         best = near.select(wanted, best)
@@ -148,14 +165,17 @@ def least_error_bytes(magnitudes: Columns, absmax: ScaleBytes, tables: ScaleTabl
     if close.reduce_max() > 1:
         for lane in range(LANES):
             if close[lane] > 1:
-                best[lane] = _exact_best(magnitudes, lane, absmax[lane], roots, bound[lane], tables)
+                best[lane] = _exact_best[below, weighted](
+                    magnitudes, importance, lane, absmax[lane], roots, bound[lane], tables
+                )
     return best
 
 
 def _exact_best[
-    candidates: Int
+    candidates: Int, //, below: Int, weighted: Bool
 ](
     magnitudes: Columns,
+    importance: Columns,
     lane: Int,
     absmax: Int32,
     roots: Array[Lanes, candidates],
@@ -164,17 +184,20 @@ def _exact_best[
 ) -> Int32:
     """The search among the close candidates of one lane, in the reference's arithmetic."""
     var block = Values(0)
+    var counts = SIMD[DType.float64, BLOCK](1)
     comptime for k in range(BLOCK):
         block[k] = magnitudes[k][lane]
+        comptime if weighted:
+            counts[k] = importance[k][lane].cast[DType.float64]()
     var best = absmax
     var least = Float64.MAX
-    if roots[CODES_BELOW][lane] <= bound:
-        least = _exact_error(block, Int(absmax), tables)
+    if roots[below][lane] <= bound:
+        least = _exact_error(block, counts, Int(absmax), tables)
     comptime for candidate in range(candidates):
-        var byte = Int(absmax) + candidate - CODES_BELOW
+        var byte = Int(absmax) + candidate - below
         var inside = 1 <= byte and byte <= LARGEST_SCALE
-        if candidate != CODES_BELOW and inside and roots[candidate][lane] <= bound:
-            var error = _exact_error(block, byte, tables)
+        if candidate != below and inside and roots[candidate][lane] <= bound:
+            var error = _exact_error(block, counts, byte, tables)
             if error < least:
                 best = Int32(byte)
                 least = error
@@ -182,13 +205,15 @@ def _exact_best[
 
 
 @no_inline
-def _exact_error(magnitudes: Values, scale: Int, tables: ScaleTables) -> Float64:
+def _exact_error(
+    magnitudes: Values, counts: SIMD[DType.float64, BLOCK], scale: Int, tables: ScaleTables
+) -> Float64:
     """The squared error under a scale byte, in units of `unit` squared."""
     var nearest = nearest_magnitude(magnitudes * tables.inverses[scale])
     var decoded = nearest * e4m3(SIMD[DType.int32, 1](scale)) * tables.global_scale
     var unit = tables.unit
     var residuals = (magnitudes * unit - decoded * unit).cast[DType.float64]()
-    var squares = residuals * residuals
+    var squares = residuals * residuals * counts
     var eight = squares.slice[8]() + squares.slice[8, offset=8]()
     var four = eight.slice[4]() + eight.slice[4, offset=4]()
     var two = four.slice[2]() + four.slice[2, offset=2]()
