@@ -105,7 +105,7 @@ class DecoderShapes:
         """
         architecture = _architecture(config)
         family = _FAMILIES[architecture]
-        text = _Fields(_text_config(config))
+        text = ConfigFields(text_config(config))
         _refuse_unsupported(text)
         hidden, heads = text.positive("hidden_size"), text.positive("num_attention_heads")
         kinds = _layer_types(text)
@@ -152,11 +152,17 @@ class DecoderShapes:
         return shapes
 
 
-class _Fields:
-    """Reads a text config, and names the field that it cannot use."""
+class ConfigFields:
+    """Reads one object of config.json, and names the field that it cannot use.
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    Args:
+        values: the object.
+        path: what stands before a field's name in a message: `vision_config.`.
+    """
+
+    def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
         self.values = values
+        self.path = path
 
     def get(self, name: str, default: Any) -> Any:
         """The field's value, or the default where it is missing or null."""
@@ -168,16 +174,21 @@ class _Fields:
         value = self.get(name, default)
         if value is None:
             raise CheckpointError(
-                f"config.json: {name} is missing, expected a whole number above 0"
+                f"config.json: {self.path}{name} is missing, expected a whole number above 0"
             )
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise CheckpointError(
-                f"config.json: {name} is {repr(value)}, expected a whole number above 0"
+                f"config.json: {self.path}{name} is {repr(value)}, expected a whole number above 0"
             )
         return value
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The decoder's own fields: those of `text_config`, which multimodal configs nest.
+
+    Raises:
+        CheckpointError: `text_config` is not an object.
+    """
     text = config.get("text_config")
     if text is None:
         return config
@@ -203,7 +214,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
     )
 
 
-def _refuse_unsupported(text: _Fields) -> None:
+def _refuse_unsupported(text: ConfigFields) -> None:
     for name, (feature, off) in _UNSUPPORTED.items():
         value = text.get(name, off)
         if value != off:
@@ -212,7 +223,7 @@ def _refuse_unsupported(text: _Fields) -> None:
             )
 
 
-def _layer_types(text: _Fields) -> tuple[LayerType, ...]:
+def _layer_types(text: ConfigFields) -> tuple[LayerType, ...]:
     count = text.positive("num_hidden_layers")
     if count > _MOST_LAYERS:
         raise CheckpointError(
@@ -240,7 +251,9 @@ def _layer_types(text: _Fields) -> tuple[LayerType, ...]:
     return tuple(kinds)
 
 
-def _layer(text: _Fields, family: Family, kind: LayerType, hidden: int, heads: int) -> LayerShapes:
+def _layer(
+    text: ConfigFields, family: Family, kind: LayerType, hidden: int, heads: int
+) -> LayerShapes:
     """A layer of this kind: all of a decoder's layers of one kind have equal shapes."""
     head_field, kv_field, has_values = "head_dim", "num_key_value_heads", True
     if family == "gemma4" and kind == "full_attention":
@@ -284,7 +297,7 @@ def _layer(text: _Fields, family: Family, kind: LayerType, hidden: int, heads: i
     )
 
 
-def _tied(config: Mapping[str, Any], text: _Fields) -> bool:
+def _tied(config: Mapping[str, Any], text: ConfigFields) -> bool:
     """The outer config decides, as in transformers; both tie unless they say otherwise."""
     value = config.get("tie_word_embeddings")
     if value is None:

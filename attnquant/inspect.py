@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from attnquant.checkpoint.json_file import quote, read_json_object
-from attnquant.decoder_shapes import DecoderShapes
+from attnquant.decoder_shapes import DecoderShapes, text_config
 from attnquant.errors import CheckpointError
+from attnquant.memory import MemoryPlan, Serving
+from attnquant.memory_report import MemoryReport
 from attnquant.nvfp4.accounting import TokenBytes, format_bytes, token_bytes
 from attnquant.nvfp4.coverage import Coverage, declared_ignore
 from attnquant.nvfp4.report import align
@@ -44,6 +46,7 @@ class InspectReport:
         before: bytes per token, all in bfloat16.
         after: bytes per token under the coverage.
         self_attn_ignored: bytes per token with only the MLP in NVFP4.
+        memory: what fits a device, if that was asked.
     """
 
     source: str
@@ -53,6 +56,24 @@ class InspectReport:
     before: TokenBytes
     after: TokenBytes
     self_attn_ignored: TokenBytes
+    memory: MemoryReport | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a model is to be served on, and how.
+
+    Attributes:
+        memory: bytes that are free.
+        max_length: tokens of a request; the model's `max_position_embeddings` if None.
+        batch: requests at once.
+        serving: everything else.
+    """
+
+    memory: int
+    max_length: int | None = None
+    batch: int = 1
+    serving: Serving = dataclasses.field(default_factory=Serving)
 
 
 def inspect(
@@ -61,6 +82,7 @@ def inspect(
     quant: Quant = "nvfp4",
     ignore: Sequence[str] = (),
     quant_lm_head: Quant = "none",
+    device: Device | None = None,
 ) -> InspectReport:
     """Reads a model's config.
 
@@ -69,11 +91,12 @@ def inspect(
         quant: as `ATTNQUANT_QUANT`.
         ignore: as `ATTNQUANT_QUANT_IGNORE`.
         quant_lm_head: as `ATTNQUANT_QUANT_LM_HEAD`.
+        device: what the model is to fit.
 
     Raises:
         CheckpointError: there is no such model, or its config cannot be used.
         UnsupportedError: attnquant does not serve this architecture or quantization.
-        SettingsError: a pattern matches nothing.
+        SettingsError: a pattern matches nothing, or a request is longer than the model allows.
     """
     config, hf_quant_config = _configs(source)
     shapes = DecoderShapes.from_config(config)
@@ -97,6 +120,7 @@ def inspect(
         before=token_bytes(shapes),
         after=token_bytes(shapes, coverage),
         self_attn_ignored=token_bytes(shapes, Coverage.of(projections, ignore=("self_attn",))),
+        memory=None if device is None else _memory(config, coverage, device),
     )
 
 
@@ -128,6 +152,8 @@ def render(report: InspectReport) -> str:
         lines.append(
             f"with self_attn ignored: {format_bytes(ignored)}, {ignored / after.total:.2f}x of this"
         )
+    if report.memory is not None:
+        lines += ["", *report.memory.render()]
     return "\n".join(lines)
 
 
@@ -159,8 +185,23 @@ def to_json(report: InspectReport) -> str:
             },
             "ratio": report.before.total / report.after.total,
             "ratio_to_self_attn_ignored": report.self_attn_ignored.total / report.after.total,
-        },
+        }
+        | ({} if report.memory is None else {"memory": report.memory.to_dict()}),
         indent=2,
+    )
+
+
+def _memory(config: Mapping[str, Any], coverage: Coverage, device: Device) -> MemoryReport:
+    text = text_config(config)
+    stored = config.get("dtype") or text.get("dtype") or text.get("torch_dtype") or "bfloat16"
+    plan = MemoryPlan.from_config(
+        config, coverage, parts_bound=stored == "bfloat16", serving=device.serving
+    )
+    return MemoryReport(
+        plan=plan,
+        memory=device.memory,
+        max_length=device.max_length or plan.positions,
+        batch=device.batch,
     )
 
 

@@ -12,8 +12,10 @@ import pytest
 from huggingface_hub import errors
 
 from attnquant.errors import CheckpointError, SettingsError, UnsupportedError
-from attnquant.inspect import inspect, render, to_json
+from attnquant.inspect import Device, inspect, render, to_json
+from attnquant.memory import Serving
 from tests.configs import gemma3_270m, gemma4_31b
+from tests.test_vision_shapes import gemma4_31b_vision
 
 
 @pytest.fixture
@@ -62,6 +64,94 @@ def test_json(directory: Path) -> None:
         "self_attn_ignored": 31_481_767_240,
     }
     assert value["ratio"] == pytest.approx(61_394_690_680 / 17_269_172_452)
+
+
+def write_with_tower(directory: Path, **changes: Any) -> None:
+    config = gemma4_31b(sliding_window=1024, max_position_embeddings=262144) | changes
+    write(directory, config | {"vision_config": gemma4_31b_vision()})
+
+
+def test_what_fits_a_32_gb_card(tmp_path: Path) -> None:
+    write_with_tower(tmp_path)
+    device = Device(memory=32 * 2**30, max_length=8192)
+    assert render(inspect(tmp_path, device=device)).splitlines()[19:] == [
+        "",
+        "memory                        bytes",
+        "weights: decoder          19.295 GB",
+        "weights: copies              0.0 MB",
+        "weights: rotary             12.7 MB",
+        "weights: vision            1.902 GB",
+        "weights: total            21.210 GB",
+        "activations: layers        1.498 GB",
+        "activations: vision        2.961 GB",
+        "activations: logits          3.7 MB",
+        "activations: captured        1.8 MB",
+        "activations: margin        1.653 GB",
+        "activations: total         6.117 GB",
+        "left for the cache         3.417 GB",
+        "cache of 1 x 8192 tokens   1.783 GB",
+        "cache per token, sliding_attention: 819.2 KB, up to 1152 tokens of a request",
+        "cache per token, full_attention: 81.9 KB, all tokens",
+        "fits 30.924 GB, 90% of 34.360 GB",
+        "longest context at batch 1: 28160 of 262144 tokens",
+        "largest batch at 8192 tokens: 2",
+    ]
+
+
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    write_with_tower(tmp_path)
+    report = inspect(tmp_path, ignore=("self_attn",), device=Device(memory=32 * 2**30))
+    lines = render(report).splitlines()
+    assert ["left", "for", "the", "cache", "nothing"] in [line.split() for line in lines]
+    assert lines[-3:] == [
+        "does not fit 30.924 GB, 90% of 34.360 GB",
+        "longest context at batch 1: 0 of 262144 tokens",
+        "largest batch at 262144 tokens: 0",
+    ]
+
+
+def test_what_fits_as_json(tmp_path: Path) -> None:
+    write_with_tower(tmp_path)
+    serving = Serving(max_batch_input_tokens=2048, device_memory_utilization=0.95)
+    device = Device(memory=32 * 10**9, max_length=4096, batch=2, serving=serving)
+    value = json.loads(to_json(inspect(tmp_path, device=device)))["memory"]
+    assert value["usable"] == 30_400_000_000
+    assert value["weights"]["decoder"] == 19_295_021_280
+    for parts in (value["weights"], value["activations"]):
+        assert parts["total"] == sum(size for name, size in parts.items() if name != "total")
+    spent = value["weights"]["total"] + value["activations"]["total"]
+    assert value["cache_budget"] == 30_400_000_000 - spent - (30_400_000_000 - spent) // 20
+    assert value["cache_per_token"] == {"sliding_attention": 819_200, "full_attention": 81_920}
+    assert value["fits"] and value["cache"] <= value["cache_budget"]
+    assert (value["max_length"], value["batch"]) == (4096, 2)
+    assert value["longest_context"] >= 4096 and value["largest_batch"] >= 2
+
+
+def test_gemma3_has_no_tower_and_more_room(tmp_path: Path) -> None:
+    write(tmp_path, gemma3_270m(sliding_window=512, max_position_embeddings=32768))
+    device = Device(memory=8 * 10**9)
+    value = json.loads(to_json(inspect(tmp_path / "config.json", device=device)))["memory"]
+    assert (value["weights"]["vision"], value["activations"]["vision"]) == (0, 0)
+    assert value["max_length"] == value["longest_context"] == 32768
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stacked"), [(None, True), ("bfloat16", True), ("float32", False)]
+)
+def test_another_dtype_is_stacked_on_the_way(
+    tmp_path: Path, dtype: str | None, stacked: bool
+) -> None:
+    write(tmp_path, gemma3_270m(torch_dtype=dtype))
+    report = inspect(tmp_path, quant="none", device=Device(memory=10**9))
+    value = json.loads(to_json(report))["memory"]
+    assert (value["weights"]["copies"] > 0) is stacked
+
+
+def test_a_request_that_is_too_long(tmp_path: Path) -> None:
+    write_with_tower(tmp_path)
+    device = Device(memory=10**9, max_length=262145)
+    with pytest.raises(SettingsError, match=r"--max-length=262145 is beyond .*, 262144"):
+        inspect(tmp_path, device=device)
 
 
 def test_ignore(directory: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from attnquant.decoder_shapes import DecoderShapes
-from attnquant.nvfp4.accounting import format_bytes, token_bytes
+from attnquant.nvfp4.accounting import format_bytes, stacked_bytes, token_bytes, weight_bytes
 from attnquant.nvfp4.coverage import Coverage
 from attnquant.nvfp4.format import packed_bytes
 from attnquant.nvfp4.reference import encode
@@ -51,6 +51,46 @@ def test_parts() -> None:
 
 def test_nothing_quantized_is_before() -> None:
     assert token_bytes(SHAPES, Coverage.none(SHAPES.projections)) == token_bytes(SHAPES)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("with_head", [True, False])
+def test_memory_holds_what_a_token_reads_and_an_embedding_that_is_not_the_head(
+    tied: bool, with_head: bool
+) -> None:
+    shapes = DecoderShapes.from_config(gemma3_270m(tie_word_embeddings=tied))
+    coverage = Coverage.of(shapes.projections, head=shapes.head if with_head else None)
+    for element_bytes in (2, 4):
+        read = token_bytes(shapes, coverage, element_bytes)
+        held = weight_bytes(shapes, coverage, element_bytes)
+        embedding = 0 if tied and not with_head else element_bytes * 262144 * 640
+        assert (held.embedding, held.total) == (embedding, read.total + embedding)
+        assert held.norms == element_bytes * before_norms(shapes)
+
+
+def before_norms(shapes: DecoderShapes) -> int:
+    return 640 + sum(4 * 640 + 2 * 256 for _ in shapes.layers)
+
+
+def test_unquantized_fused_groups() -> None:
+    """Of a group that the coverage splits, nothing is stacked."""
+    mlp = 60 * 2 * 21504 * 5376
+    sliding, full = 50 * (32 + 16 + 16) * 256 * 5376, 10 * (32 + 4) * 512 * 5376
+    for ignore, expected in {
+        ("*",): mlp + sliding + full,
+        ("mlp",): mlp,
+        ("self_attn",): sliding + full,
+        ("v_proj",): 0,
+        ("q_proj", "k_proj"): full,
+        (): 0,
+    }.items():
+        assert stacked_bytes(SHAPES, Coverage.of(SHAPES.projections, ignore=ignore)) == 2 * expected
+
+
+def test_units() -> None:
+    sizes = (0, 12, 81_920, 999_999, 1_000_000, 19_295_021_280)
+    shown = ["0.0 MB", "0.0 KB", "81.9 KB", "1000.0 KB", "1.0 MB", "19.295 GB"]
+    assert [format_bytes(size) for size in sizes] == shown
 
 
 def test_small_model_in_full() -> None:
