@@ -9,23 +9,36 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
+from reprlib import repr  # shortens what a hostile config puts into a message
 from typing import Any, Literal
 
 from attnquant.errors import SettingsError
 
 PREFIX = "ATTNQUANT_"
+
+# Beside the settings, config.json's object says in which format a theta checkpoint was written.
+FORMAT = "format"
+
+Gemm = Literal["auto", "dense", "factored"]
 Quant = Literal["none", "nvfp4"]
-QuantScales = Literal["absmax", "mse"]
+QuantScales = Literal["absmax", "mse", "profile"]
+
+
+# Names beyond this are shortened in messages.
+_LONGEST = 80
+
+_NATURAL = re.compile("[0-9]{1,9}")
 
 
 def _integer(minimum: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        value = int(text)
-        if value < minimum:
+        # `int` would also take 1_0, +2 and other scripts' digits.
+        if _NATURAL.fullmatch(text) is None or int(text) < minimum:
             raise ValueError
-        return value
+        return int(text)
 
     return parse
 
@@ -73,12 +86,23 @@ class Settings:
             "Rank of the low-rank correction U·Vᵀ that each layer gets below passthrough.",
         ),
     )
-    precompute_outside: bool = field(
-        default=True,
+    precompute_outside: bool | None = field(
+        default=None,
         metadata=_described(
             _switch,
             "0 or 1",
-            "1 rebuilds W_eff on the host, once, at load; the graph sees plain weights.",
+            "1 rebuilds W_eff on the host, once, at load; the graph sees plain weights. 0 keeps "
+            "bundles in the graph, each shared block once. Unset is 1, which is faster, except for "
+            "a checkpoint whose blocks are in NVFP4.",
+        ),
+    )
+    gemm: Gemm = field(
+        default="auto",
+        metadata=_described(
+            _choice("auto", "dense", "factored"),
+            "auto, dense or factored",
+            "What a graph does with bundles: rebuilds W_eff in every step, or computes "
+            "s·(W0 x) + U·(Vᵀ x). auto takes what is faster on the device.",
         ),
     )
     quant: Quant = field(
@@ -89,13 +113,23 @@ class Settings:
             "nvfp4 quantizes every projection while the checkpoint loads.",
         ),
     )
-    quant_scales: QuantScales = field(
-        default="mse",
+    quant_scales: QuantScales | None = field(
+        default=None,
         metadata=_described(
-            _choice("absmax", "mse"),
-            "absmax or mse",
-            "How a block's scale is chosen: from its largest magnitude, or for the least squared "
-            "error.",
+            _choice("absmax", "mse", "profile"),
+            "absmax, mse or profile",
+            "How a block's scale is chosen: from its largest magnitude, for the least squared "
+            "error, or for the least squared error with each input channel counted as loud as "
+            "random tokens make it. Unset is profile for Gemma 3, where its gain was measured, and "
+            "mse for other decoders.",
+        ),
+    )
+    profile_tokens: int = field(
+        default=4096,
+        metadata=_described(
+            _integer(2),
+            "a whole number, 2 or more",
+            "Random tokens that `profile` sends through the model, in sequences of 512.",
         ),
     )
     quant_ignore: tuple[str, ...] = field(
@@ -118,13 +152,13 @@ class Settings:
     @classmethod
     def read(
         cls,
-        config: Mapping[str, Any] | None = None,
+        config: Any = None,
         environ: Mapping[str, str] | None = None,
     ) -> Settings:
         """Reads the settings.
 
         Args:
-            config: config.json's "attnquant" object, if the checkpoint has one.
+            config: what config.json has as "attnquant"; None if it has nothing.
             environ: the environment; `os.environ` if None.
 
         Raises:
@@ -132,17 +166,24 @@ class Settings:
         """
         environ = os.environ if environ is None else environ
         config = {} if config is None else config
+        problems = []
+        if not isinstance(config, Mapping):
+            problems.append(f"config.json's attnquant is {repr(config)}, expected an object")
+            config = {}
         known = {setting.name: setting for setting in fields(cls)}
-        problems = [
-            _unknown(name, [known_name.upper() for known_name in known], PREFIX)
+        variables = [PREFIX + name.upper() for name in known]
+        unknown = [
+            _unknown(name, variables, PREFIX)
             for name in sorted(environ)
-            if name.startswith(PREFIX) and name.removeprefix(PREFIX).lower() not in known
+            # Letters of the wrong case make another variable, which nothing would read.
+            if name.upper().startswith(PREFIX) and name not in variables
         ]
-        problems += [
+        unknown += [
             "config.json's attnquant." + _unknown(name, known)
             for name in config
-            if name not in known
+            if name not in known and name != FORMAT
         ]
+        problems += unknown
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
         for name, setting in known.items():
@@ -150,33 +191,62 @@ class Settings:
             if variable in environ:
                 source, text = variable, environ[variable]
             elif name in config:
-                source, text = f"config.json's attnquant.{name}", _as_text(config[name])
+                source = f"config.json's attnquant.{name}"
+                text = _as_text(config[name], is_list=setting.metadata["parse"] is patterns)
             else:
                 continue
             sources[name] = source
             try:
                 values[name] = setting.metadata["parse"](text.strip())
             except (ValueError, KeyError):
-                problems.append(f"{source}={text!r} is not {setting.metadata['allowed']}")
-        if not problems and values.get("quant", cls.quant) == "none":
-            problems += [
-                f"{sources[name]} says how to quantize, and {PREFIX}QUANT=nvfp4 is not set"
-                for name in ("quant_scales", "quant_ignore", "quant_lm_head")
-                if name in values and values[name] != known[name].default
-            ]
+                problems.append(f"{source}={repr(text)} is not {setting.metadata['allowed']}")
+        if not unknown:
+            problems += _contradictions(values, sources, known)
         if problems:
             raise SettingsError("; ".join(problems))
         return cls(**values)
 
 
+def _contradictions(
+    values: Mapping[str, Any], sources: Mapping[str, str], known: Mapping[str, Field[Any]]
+) -> list[str]:
+    """What values say against each other, as far as they could be read."""
+
+    def said(name: str) -> Any:
+        """A value, its default where nobody said one, or None where it could not be read."""
+        return values.get(name, None if name in sources else known[name].default)
+
+    problems = []
+    if said("quant") == "none":
+        problems += [
+            f"{sources[name]} says how to quantize, and {PREFIX}QUANT=nvfp4 is not set"
+            for name in ("quant_scales", "profile_tokens", "quant_ignore", "quant_lm_head")
+            if name in values and values[name] != known[name].default
+        ]
+    elif said("quant_lm_head") == "nvfp4" and "lm_head" in (said("quant_ignore") or ()):
+        problems.append(
+            f"{sources['quant_ignore']} names lm_head, and {sources['quant_lm_head']}=nvfp4 asks "
+            "for it"
+        )
+    unread = "precompute_outside" in sources and "precompute_outside" not in values
+    asked = said("gemm") not in (None, known["gemm"].default)
+    if asked and not unread and said("precompute_outside") is not False:
+        problems.append(
+            f"{sources['gemm']}={values['gemm']} says what a graph does with bundles, and "
+            f"{PREFIX}PRECOMPUTE_OUTSIDE=0, which keeps them in it, is not set"
+        )
+    return problems
+
+
 def _unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
-    near = difflib.get_close_matches(name.removeprefix(prefix), known, n=1)
-    everything = ", ".join(prefix + one for one in known)
-    hint = f"did you mean {prefix}{near[0]}?" if near else f"known are {everything}"
-    return f"{name} is not a setting: {hint}"
+    by_short = {one.removeprefix(prefix).upper(): one for one in known}
+    near = difflib.get_close_matches(name[len(prefix) : _LONGEST].upper(), by_short, n=1)
+    shown = name if name.isprintable() and len(name) < _LONGEST else repr(name)
+    hint = f"did you mean {by_short[near[0]]}?" if near else f"known are {', '.join(known)}"
+    return f"{shown} is not a setting: {hint}"
 
 
-def _as_text(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
+def _as_text(value: Any, *, is_list: bool) -> str:
+    if is_list and isinstance(value, (list, tuple)):
         return ",".join(map(str, value))
     return str(value)

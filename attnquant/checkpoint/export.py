@@ -30,11 +30,13 @@ from attnquant.checkpoint.checkpoint import (
     contained,
 )
 from attnquant.checkpoint.nvfp4_layouts import (
+    INPUT_SCALE,
     StoredWeight,
     modelopt_specs,
     modelopt_tensors,
 )
 from attnquant.checkpoint.safetensors import where
+from attnquant.checkpoint.theta_layout import StoredBundle
 from attnquant.checkpoint.verify import verify_decoder
 from attnquant.checkpoint.writer import SHARD_BYTES, Content, TensorGroup, write_checkpoint
 from attnquant.decoder_shapes import DecoderShapes
@@ -75,6 +77,7 @@ def export_nvfp4(
     largest_magnitude: Callable[..., float | np.float32] = largest_magnitude,
     recipe: Mapping[str, Any],
     ignore: Collection[str] = (),
+    input_scale: Callable[[str], float] = lambda _: INPUT_SCALE,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int], object] = lambda _: None,
 ) -> ExportReport:
@@ -88,6 +91,7 @@ def export_nvfp4(
         recipe: what else decides the encoder's output (how scales are chosen), so that a killed
             export is resumed only by an equal one.
         ignore: patterns of projections that stay as they are.
+        input_scale: the global scale of a projection's input, by the name of its weight.
         shard_bytes: the largest shard.
         progress: told the bytes of every tensor that is in place.
 
@@ -99,25 +103,22 @@ def export_nvfp4(
     """
     checkpoint = Checkpoint.open(source)
     shapes = DecoderShapes.from_config(checkpoint.config)
-    stored = verify_decoder(checkpoint, shapes)
-    for weight in stored.values():
-        if weight.is_nvfp4:
-            raise CheckpointError(
-                f"{where(weight.names[0], checkpoint.info(weight.names[0]))}: found NVFP4, "
-                "expected a dense weight; this checkpoint can be served as it is"
-            )
+    stored = dense_weights(checkpoint, shapes)
     coverage = Coverage.of(shapes.projections, ignore=ignore, source="--ignore")
     groups = list(
         _groups(
-            checkpoint, stored, coverage, partial(_encoded, checkpoint, encode, largest_magnitude)
+            checkpoint,
+            stored,
+            coverage,
+            partial(_encoded, checkpoint, encode, largest_magnitude, input_scale),
         )
     )
     ignored = _ignored_modules(checkpoint.tensors, stored, coverage)
     write_checkpoint(
         Path(target),
         groups,
-        files=_other_files(checkpoint.directory) | _configs(checkpoint.config, ignored),
-        recipe={**recipe, "version": attnquant.__version__, "source": _identity(checkpoint)},
+        files=other_files(checkpoint.directory) | _configs(checkpoint.config, ignored),
+        recipe={**recipe, "version": attnquant.__version__, "source": identity(checkpoint)},
         shard_bytes=shard_bytes,
         progress=progress,
     )
@@ -126,6 +127,25 @@ def export_nvfp4(
         before=sum(info.nbytes for info in checkpoint.tensors.values()),
         after=sum(group.nbytes for group in groups),
     )
+
+
+def dense_weights(checkpoint: Checkpoint, shapes: DecoderShapes) -> dict[str, StoredWeight]:
+    """How the linear weights of a checkpoint that is to be exported are stored: all of them dense.
+
+    Raises:
+        CheckpointError: the checkpoint is not the decoder that its config.json describes, or is
+            one that attnquant or another tool exported.
+    """
+    stored = verify_decoder(checkpoint, shapes)
+    for weight in stored.values():
+        bundle = isinstance(weight, StoredBundle)
+        if bundle or weight.is_nvfp4:
+            raise CheckpointError(
+                f"{where(weight.names[0], checkpoint.info(weight.names[0]))}: found "
+                f"{'a theta bundle' if bundle else 'NVFP4'}, expected a dense weight; this "
+                "checkpoint can be served as it is"
+            )
+    return stored
 
 
 def _groups(
@@ -157,13 +177,14 @@ def _groups(
                     make=partial(encoded, members),
                 )
         else:
-            yield TensorGroup(specs={name: info}, make=partial(_copied, checkpoint, name))
+            yield TensorGroup(specs={name: info}, make=partial(copied, checkpoint, name))
 
 
 def _encoded(
     checkpoint: Checkpoint,
     encode: Encode,
     largest_magnitude: Callable[..., float | np.float32],
+    input_scale: Callable[[str], float],
     members: tuple[StoredWeight, ...],
 ) -> Iterator[tuple[str, NDArray[Any]]]:
     names = [member.names[0] for member in members]
@@ -171,10 +192,11 @@ def _encoded(
     for member, name in zip(members, names, strict=True):
         quantized = encode(checkpoint.array(name), amax=amax, name=name)
         checkpoint.release(name)
-        yield from modelopt_tensors(member.module, quantized)
+        yield from modelopt_tensors(member.module, quantized, input_scale(name))
 
 
-def _copied(checkpoint: Checkpoint, name: str) -> Iterator[tuple[str, NDArray[Any]]]:
+def copied(checkpoint: Checkpoint, name: str) -> Iterator[tuple[str, NDArray[Any]]]:
+    """A tensor of the source, as it is."""
     yield name, checkpoint.array(name)
     checkpoint.release(name)
 
@@ -236,14 +258,15 @@ def _configs(config: Mapping[str, Any], ignored: list[str]) -> dict[str, bytes]:
         },
     }
     merged = {**copy.deepcopy(dict(config)), "quantization_config": quantization}
-    return {CONFIG_FILE: _json(merged), QUANT_CONFIG_FILE: _json(older)}
+    return {CONFIG_FILE: to_json(merged), QUANT_CONFIG_FILE: to_json(older)}
 
 
-def _json(value: Mapping[str, Any]) -> bytes:
+def to_json(value: Mapping[str, Any]) -> bytes:
+    """A JSON file's bytes."""
     return json.dumps(value, indent=2).encode() + b"\n"
 
 
-def _other_files(directory: Path) -> dict[str, Content]:
+def other_files(directory: Path) -> dict[str, Content]:
     """Tokenizer, templates, licence and the like: every file but weights and hidden ones."""
     files: dict[str, Content] = {}
     for root, folders, names in os.walk(directory):
@@ -256,7 +279,7 @@ def _other_files(directory: Path) -> dict[str, Content]:
     return files
 
 
-def _identity(checkpoint: Checkpoint) -> list[list[Any]]:
+def identity(checkpoint: Checkpoint) -> list[list[Any]]:
     """Size and time of every weight file: a resumed export must read what the first one read."""
     files = sorted({info.file for info in checkpoint.tensors.values()})
     return [

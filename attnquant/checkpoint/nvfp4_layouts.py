@@ -14,8 +14,9 @@ NVFP4Weight multiplies, so what it holds for compressed-tensors is fl(1/g), the 
 the reciprocal: codes and block scales keep their bits, and the scale is exact wherever 1/g is a
 float32, and otherwise within 2^-24, relatively. ModelOpt's weights are exact, there and back.
 
-The activation scales are not needed to load a weight: calibrated ones would only be right for the
-layout's own kernels. Scales of a quantized key-value cache are recognised, and ignored likewise.
+An activation scale is the global scale of a projection's input, for kernels that quantize it too;
+compressed-tensors has its reciprocal. Scales of a quantized key-value cache are recognised, and
+ignored.
 """
 
 from __future__ import annotations
@@ -162,6 +163,21 @@ def load_nvfp4(stored: StoredWeight, array: Callable[[str], NDArray[Any]]) -> NV
         ) from None
 
 
+def load_input_scale(stored: StoredWeight, array: Callable[[str], NDArray[Any]]) -> float:
+    """The activation scale of a weight in NVFP4; 1 where there is none, or none above 0.
+
+    Args:
+        stored: where it lies; not dense.
+        array: as for `load_nvfp4`.
+    """
+    if len(stored.names) < 4:
+        return INPUT_SCALE
+    (scale,) = array(stored.names[3]).reshape(1).astype(np.float64)
+    if stored.layout == "compressed-tensors" and scale > 0:
+        scale = 1 / scale
+    return float(scale) if 0 < scale < np.inf else INPUT_SCALE
+
+
 def modelopt_specs(module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
     """The tensors of one NVFP4 weight `[out, in]` in ModelOpt's layout, by name."""
     out, columns = shape
@@ -175,14 +191,16 @@ def modelopt_specs(module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]
     }
 
 
-def modelopt_tensors(module: str, weight: NVFP4Weight) -> Iterator[tuple[str, NDArray[Any]]]:
+def modelopt_tensors(
+    module: str, weight: NVFP4Weight, input_scale: float = INPUT_SCALE
+) -> Iterator[tuple[str, NDArray[Any]]]:
     """The values of those tensors, in their order; the weight has one part."""
     (scale,) = weight.global_scales
     names = _names(module, "modelopt")
     yield names[0], weight.codes
     yield names[1], weight.block_scales
     yield names[2], np.full((), scale, np.float32)
-    yield names[3], np.full((), INPUT_SCALE, np.float32)
+    yield names[3], np.full((), input_scale, np.float32)
 
 
 def _names(module: str, layout: Layout) -> tuple[str, str, str, str]:

@@ -24,6 +24,7 @@ from attnquant.checkpoint.nvfp4_layouts import (
     stored_weights,
 )
 from attnquant.checkpoint.safetensors import TensorSpec, where
+from attnquant.checkpoint.theta_layout import is_bundle_part, stored_bundles
 from attnquant.decoder_shapes import DecoderShapes
 from attnquant.errors import CheckpointError
 from attnquant.projections import PREFIXES, strip_prefix
@@ -31,7 +32,14 @@ from attnquant.projections import PREFIXES, strip_prefix
 EMBEDDING = "embed_tokens.weight"
 _DERIVED = ".rotary_emb.inv_freq"
 _MULTIMODAL = "ForConditionalGeneration"
-_TOWERS = ("vision_tower", "multi_modal_projector", "embed_vision", "audio_tower", "embed_audio")
+_TOWERS = (
+    "vision_tower",
+    "vision_embedder",
+    "multi_modal_projector",
+    "embed_vision",
+    "audio_tower",
+    "embed_audio",
+)
 _COMPARED_ROWS = 64
 _AGAIN = "download or convert the checkpoint again"
 
@@ -84,14 +92,24 @@ def decoder_tensors(
 
     Returns:
         The name in the checkpoint of every weight that is not linear, by its name below the
-        decoder (`norm.weight`); and the linear ones, as `stored_weights` gives them.
+        decoder (`norm.weight`); and the linear ones, as `stored_weights` and `stored_bundles` give
+        them.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, there twice, or of the wrong shape or dtype,
             or contradicts config.json; names it.
         UnsupportedError: the configs declare a quantization other than NVFP4.
     """
-    stored = stored_weights(tensors, config, hf_quant_config)
+    bundles = stored_bundles(tensors, shapes, config)
+    plain_tensors = {name: spec for name, spec in tensors.items() if not is_bundle_part(name)}
+    stored = stored_weights(plain_tensors, config, hf_quant_config)
+    for path in stored.keys() & bundles.keys():
+        name = stored[path].names[0]
+        raise CheckpointError(
+            f"{where(name, tensors[name])}: found {quote(bundles[path].scales)} too, expected a "
+            "weight or its theta bundle; remove one of the two"
+        )
+    stored |= bundles
     expected = shapes.tensors
     linear = {name for weight in stored.values() for name in weight.names}
     plain: dict[str, str] = {}
@@ -117,6 +135,8 @@ def decoder_tensors(
         _check_shape(name, spec, spec.shape, expected[short])
         plain[short] = name
     for path, weight in stored.items():
+        if path in bundles:
+            continue
         name = weight.names[0]
         wanted = shapes.head if path == LM_HEAD else expected.get(f"{path}.weight")
         if wanted is None:

@@ -20,10 +20,11 @@ class ThetaBundle:
     """One projection. Shapes and dtypes are checked on construction.
 
     Attributes:
-        w0: the shared block, `[out, in]`; float32, or the checkpoint's own array at passthrough.
+        w0: the shared block, `[out, in]`, of any float dtype; at passthrough the checkpoint's own
+            array.
         s: the scale of each row, float32 `[out]`; None at passthrough, where it would be all ones.
-        u: the correction's left factor, float32 `[out, rank]`; rank 0 is no correction.
-        v: its right factor, float32 `[in, rank]`.
+        u: the correction's left factor, `[out, rank]`, of w0's dtype; rank 0 is no correction.
+        v: its right factor, `[in, rank]`, of w0's dtype.
 
     Raises:
         ValueError: the parts do not fit together; names the part, what it is and what fits.
@@ -31,25 +32,28 @@ class ThetaBundle:
 
     w0: NDArray[Any]
     s: NDArray[np.float32] | None
-    u: NDArray[np.float32]
-    v: NDArray[np.float32]
+    u: NDArray[Any]
+    v: NDArray[Any]
 
     def __post_init__(self) -> None:
         if self.w0.ndim != 2:
             raise ValueError(f"theta bundle: w0 has shape {self.w0.shape}, expected [out, in]")
         rows, columns = self.w0.shape
         rank = self.u.shape[-1] if self.u.ndim == 2 else 0
-        expected: dict[str, tuple[int, ...]] = {"u": (rows, rank), "v": (columns, rank)}
+        expected: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
+            "u": ((rows, rank), self.w0.dtype),
+            "v": ((columns, rank), self.w0.dtype),
+        }
         if self.s is None and rank:
             raise ValueError(f"theta bundle: s is missing, expected [{rows}] beside rank {rank}")
         if self.s is not None:
-            expected["s"] = (rows,)
-        for name, shape in expected.items():
+            expected["s"] = ((rows,), np.dtype(np.float32))
+        for name, (shape, dtype) in expected.items():
             part: NDArray[Any] = getattr(self, name)
-            if part.shape != shape or part.dtype != np.float32:
+            if part.shape != shape or part.dtype != dtype:
                 raise ValueError(
                     f"theta bundle: {name} is {part.dtype} {list(part.shape)}, "
-                    f"expected float32 {list(shape)} beside w0 {[rows, columns]}"
+                    f"expected {dtype} {list(shape)} beside w0 {self.w0.dtype} {[rows, columns]}"
                 )
 
     @classmethod
@@ -59,8 +63,8 @@ class ThetaBundle:
         return cls(
             w0=weight,
             s=None,
-            u=np.empty((rows, 0), np.float32),
-            v=np.empty((columns, 0), np.float32),
+            u=np.empty((rows, 0), weight.dtype),
+            v=np.empty((columns, 0), weight.dtype),
         )
 
     @property

@@ -8,10 +8,10 @@ from typing import Any
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from attnquant.projections import ROLES, ProjectionKey, Role
-from attnquant.theta.blocks import Shape, block_groups
+from attnquant.projections import ROLES, ProjectionKey
+from attnquant.theta.blocks import Shape, block_groups, layer_kinds
 from attnquant.theta.bundle import ThetaBundle
-from attnquant.theta.decompose import decompose
+from attnquant.theta.decompose import decompose, stored_dtype
 
 
 def decompose_decoder(
@@ -31,24 +31,30 @@ def decompose_decoder(
         rank: of the corrections.
 
     Returns:
-        An iterator over block groups: role by role, in order. A bar on a terminal shows how many
-        weights are done.
+        An iterator over block groups in order, role by role. W0, U and V have the dtype of the
+        group's weights, or float32 if those differ. A bar on a terminal shows how many weights are
+        done.
 
     Raises:
         SettingsError: `blocks` is impossible, at once and before any weight is loaded.
         CheckpointError: a weight holds a NaN or an infinity; names it.
     """
-    layers = 1 + max(key.layer for key in shapes)
-    groups = [
-        [ProjectionKey(layer=layer, role=role) for layer in group]
-        for role in ROLES
-        for group in block_groups(_by_layer(shapes, role, layers), blocks)
-    ]
+    groups = block_keys(shapes, blocks)
     return _decompose(groups, load, rank)
 
 
-def _by_layer(shapes: Mapping[ProjectionKey, Shape], role: Role, layers: int) -> list[Shape | None]:
-    return [shapes.get(ProjectionKey(layer=layer, role=role)) for layer in range(layers)]
+def block_keys(shapes: Mapping[ProjectionKey, Shape], blocks: int) -> list[list[ProjectionKey]]:
+    """The projections that share a block, group by group and role by role.
+
+    Raises:
+        SettingsError: `blocks` is impossible.
+    """
+    return [
+        [ProjectionKey(layer=layer, role=role) for layer in group]
+        for group in block_groups(layer_kinds(shapes), blocks)
+        for role in ROLES
+        if ProjectionKey(layer=group[0], role=role) in shapes
+    ]
 
 
 def _decompose(
@@ -60,7 +66,9 @@ def _decompose(
     with tqdm(total=sum(map(len, groups)), desc="theta", unit="weight", disable=disable) as bar:
         for group in groups:
             names = [f"{key.module}.weight" for key in group]
-            yield dict(
-                zip(group, decompose([load(key) for key in group], rank, names), strict=True)
-            )
+            yield dict(zip(group, _made([load(key) for key in group], rank, names), strict=True))
             bar.update(len(group))
+
+
+def _made(weights: list[NDArray[Any]], rank: int, names: list[str]) -> list[ThetaBundle]:
+    return decompose(weights, rank, names, stored_dtype([weight.dtype for weight in weights]))

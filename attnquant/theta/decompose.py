@@ -16,6 +16,9 @@ holds the leading eigenvectors of `Rᵀ·R`:
   that goes on until a round no longer lowers the squared error by a thousandth. A round costs
   `4·out·in·r` operations, against `out·in²` and a dense eigenproblem for the exact way.
 
+Where W0 and V are stored in fewer bits they are rounded first, and what depends on them, s, R and
+U, is computed from what is stored, so that it makes up for their rounding as far as it can.
+
 A projection with fewer rows than columns is done transposed. Signs are fixed, so equal weights give
 equal bundles. Memory beyond the weights and the result is one projection in float32, `Rᵀ·R` where
 that is solved exactly, and a strip of float64.
@@ -27,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from attnquant.errors import CheckpointError
 from attnquant.theta.bundle import ThetaBundle
@@ -48,7 +51,10 @@ _MOST_ROUNDS = 50
 
 
 def decompose(
-    weights: Sequence[NDArray[Any]], rank: int, names: Sequence[str] | None = None
+    weights: Sequence[NDArray[Any]],
+    rank: int,
+    names: Sequence[str] | None = None,
+    dtype: DTypeLike = np.float32,
 ) -> list[ThetaBundle]:
     """Makes the bundles of a block group.
 
@@ -56,11 +62,12 @@ def decompose(
         weights: the group's projections, `[out, in]` each, float32, float16 or bfloat16.
         rank: of the correction; `min(rank, out, in)` is used, as more cannot be of use.
         names: what to call the weights in an error.
+        dtype: of w0, u and v.
 
     Returns:
-        A bundle for each weight, all with the same array as `w0`, float32, whose rows have length
-        1, or 0 where they are 0 in every layer. A group of one layer is passthrough: nothing is
-        smaller or nearer.
+        A bundle for each weight, all with the same array as `w0`, whose rows have length 1 (to the
+        dtype's rounding), or 0 where they are 0 in every layer. A group of one layer is
+        passthrough: nothing is smaller or nearer.
 
     Raises:
         CheckpointError: a weight holds a NaN or an infinity.
@@ -71,22 +78,27 @@ def decompose(
     if len(weights) == 1:
         return [ThetaBundle.passthrough(weights[0])]
     names = [f"weight {index}" for index in range(len(weights))] if names is None else names
-    w0, scales = shared_block(weights, names)
+    w0, scales = shared_block(weights, names, dtype)
     bundles = []
     for weight, s in zip(weights, scales, strict=True):
         remainder = weight.astype(np.float32)
-        remainder -= s[:, None] * w0
-        u, v = low_rank(remainder, min(rank, *weight.shape))
+        remainder -= s[:, None] * w0.astype(np.float32, copy=False)
+        u, v = low_rank(remainder, min(rank, *weight.shape), dtype)
         bundles.append(ThetaBundle(w0=w0, s=s, u=u, v=v))
     return bundles
 
 
+def stored_dtype(dtypes: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
+    """What a group's bundles are stored in: the dtype of its weights, or float32 if they differ."""
+    return dtypes[0] if len(set(dtypes)) == 1 else np.dtype(np.float32)
+
+
 def shared_block(
-    weights: Sequence[NDArray[Any]], names: Sequence[str]
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """The best shared rows `[out, in]`, and each layer's scales `[layers, out]`, both float32."""
+    weights: Sequence[NDArray[Any]], names: Sequence[str], dtype: DTypeLike = np.float32
+) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """The best shared rows `[out, in]`, and each layer's scales `[layers, out]`, in float32."""
     rows, columns = weights[0].shape
-    w0 = np.empty((rows, columns), np.float32)
+    w0 = np.empty((rows, columns), dtype)
     scales = np.empty((len(weights), rows), np.float32)
     for strip in _strips(rows, columns * len(weights)):
         stacked = np.stack([weight[strip].astype(np.float64) for weight in weights], axis=1)
@@ -108,17 +120,17 @@ def shared_block(
 
 
 def low_rank(
-    matrix: NDArray[np.float32], rank: int
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """The best approximation of `[out, in]` by `U·Vᵀ`: U `[out, rank]`, V `[in, rank]`, float32."""
+    matrix: NDArray[np.float32], rank: int, dtype: DTypeLike = np.float32
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The best approximation of `[out, in]` by `U·Vᵀ`: U `[out, rank]`, V `[in, rank]`."""
     rows, columns = matrix.shape
     if rows < columns:
-        v, u = low_rank(matrix.T, rank)
+        v, u = low_rank(matrix.T, rank, dtype)
         return u, v
     if rank == 0:
-        return np.empty((rows, 0), np.float32), np.empty((columns, 0), np.float32)
-    v = _with_fixed_signs(_right_vectors(matrix, rank)).astype(np.float32)
-    return _times(matrix, v.astype(np.float64)).astype(np.float32), v
+        return np.empty((rows, 0), dtype), np.empty((columns, 0), dtype)
+    v = _with_fixed_signs(_right_vectors(matrix, rank)).astype(dtype)
+    return _times(matrix, v.astype(np.float64)).astype(dtype), v
 
 
 def _right_vectors(matrix: NDArray[np.float32], rank: int) -> NDArray[np.float64]:

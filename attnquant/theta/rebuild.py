@@ -31,10 +31,11 @@ def effective_weight(bundle: ThetaBundle, dtype: DTypeLike | None = None) -> NDA
         return bundle.w0 if dtype is None else bundle.w0.astype(dtype, copy=False)
     weight = np.empty(bundle.w0.shape, np.float32 if dtype is None else dtype)
     rows, columns = bundle.w0.shape
+    right = bundle.v.T.astype(np.float32, copy=False)
     step = max(1, _STRIP // max(1, columns))
     for start in range(0, rows, step):
         strip = slice(start, start + step)
         part = bundle.s[strip, None] * bundle.w0[strip].astype(np.float32, copy=False)
-        part += bundle.u[strip] @ bundle.v.T
+        part += bundle.u[strip].astype(np.float32, copy=False) @ right
         weight[strip] = part
     return weight

@@ -6,16 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnquant.decoder_shapes import DecoderShapes
 from attnquant.errors import SettingsError
-from attnquant.theta import block_groups
+from attnquant.theta import block_groups, layer_kinds
+from tests.configs import gemma4_31b
 
 A, B, C = (8, 4), (16, 4), (8, 8)
 
 # Gemma 4 31B: five sliding layers, then a full one, ten times over.
 SLIDING_AND_FULL = ([A] * 5 + [B]) * 10
-WITHOUT_FULL: list[tuple[int, int] | None] = ([A] * 5 + [None]) * 10
 
-shape_lists = st.lists(st.sampled_from([A, B, C, None]), min_size=1, max_size=40)
+kind_lists = st.lists(st.sampled_from([A, B, C]), min_size=1, max_size=40)
 
 
 @pytest.mark.parametrize(
@@ -36,20 +37,20 @@ def test_two_shapes_never_share():
     assert (0, 1, 2, 3, 4) in groups and (5, 11, 17, 23, 29) in groups
 
 
-def test_a_layer_without_the_role_is_in_no_group():
-    groups = block_groups(WITHOUT_FULL, 5)
-    assert [len(group) for group in groups] == [10] * 5
-    assert 5 not in {layer for group in groups for layer in group}
+def test_gemma_4s_layers_differ_by_attention_alone():
+    kinds = layer_kinds(DecoderShapes.from_config(gemma4_31b()).projections)
+    assert len(set(kinds)) == 2
+    groups = block_groups(kinds, 12)
+    # The full layers' keys are their values, so that every role has the groups of every other.
+    assert (0, 1, 2, 3, 4) in groups and (5, 11, 17, 23, 29) in groups
 
 
-def test_as_many_blocks_as_layers_is_passthrough_for_every_role():
-    for shapes in (SLIDING_AND_FULL, WITHOUT_FULL):
-        having = [layer for layer, shape in enumerate(shapes) if shape is not None]
-        assert block_groups(shapes, 60) == tuple((layer,) for layer in having)
+def test_as_many_blocks_as_layers_is_passthrough():
+    assert block_groups(SLIDING_AND_FULL, 60) == tuple((layer,) for layer in range(60))
 
 
 @pytest.mark.parametrize(
-    ("shapes", "blocks", "allowed"),
+    ("kinds", "blocks", "allowed"),
     [
         ([A] * 18, 19, "from 1 to 18, the number of layers"),
         ([A] * 18, 0, "from 1 to 18, the number of layers"),
@@ -59,44 +60,44 @@ def test_as_many_blocks_as_layers_is_passthrough_for_every_role():
             1,
             "from 2 to 60, the number of layers; layers of 2 shapes cannot share one block",
         ),
-        (WITHOUT_FULL, 61, "from 1 to 60, the number of layers"),
+        (
+            SLIDING_AND_FULL,
+            61,
+            "from 2 to 60, the number of layers; layers of 2 shapes cannot share one block",
+        ),
     ],
 )
-def test_an_impossible_number_says_what_is_allowed(shapes: list, blocks: int, allowed: str):
+def test_an_impossible_number_says_what_is_allowed(kinds: list, blocks: int, allowed: str):
     with pytest.raises(SettingsError) as caught:
-        block_groups(shapes, blocks)
+        block_groups(kinds, blocks)
     assert str(caught.value) == f"ATTNQUANT_BLOCKS={blocks} is not a whole number {allowed}"
 
 
-@given(shape_lists, st.integers(-1, 45))
-def test_groups_of_any_decoder(shapes: list[tuple[int, int] | None], blocks: int):
-    distinct = {shape for shape in shapes if shape is not None}
-    if not max(1, len(distinct)) <= blocks <= len(shapes):
+@given(kind_lists, st.integers(-1, 45))
+def test_groups_of_any_decoder(kinds: list[tuple[int, int]], blocks: int):
+    if not len(set(kinds)) <= blocks <= len(kinds):
         with pytest.raises(SettingsError):
-            block_groups(shapes, blocks)
+            block_groups(kinds, blocks)
         return
-    groups = block_groups(shapes, blocks)
-    having = [layer for layer, shape in enumerate(shapes) if shape is not None]
-    assert sorted(layer for group in groups for layer in group) == having
-    assert len(groups) == min(blocks, len(having))
+    groups = block_groups(kinds, blocks)
+    assert sorted(layer for group in groups for layer in group) == list(range(len(kinds)))
+    assert len(groups) == blocks
     assert list(groups) == sorted(groups)
-    for shape in distinct:
-        own = [group for group in groups if shapes[group[0]] == shape]
+    for kind in set(kinds):
+        own = [group for group in groups if kinds[group[0]] == kind]
         assert [layer for group in own for layer in group] == [
-            layer for layer in having if shapes[layer] == shape
+            layer for layer, other in enumerate(kinds) if other == kind
         ]
         sizes = [len(group) for group in own]
         assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
 
 
-@given(shape_lists, st.integers(1, 40))
-def test_the_largest_group_is_as_small_as_it_can_be(
-    shapes: list[tuple[int, int] | None], blocks: int
-):
-    counts = [shapes.count(shape) for shape in (A, B, C) if shape in shapes]
-    if not max(1, len(counts)) <= blocks <= len(shapes) or not counts:
+@given(kind_lists, st.integers(1, 40))
+def test_the_largest_group_is_as_small_as_it_can_be(kinds: list[tuple[int, int]], blocks: int):
+    counts = [kinds.count(kind) for kind in set(kinds)]
+    if not len(counts) <= blocks <= len(kinds):
         return
-    largest = max(len(group) for group in block_groups(shapes, blocks))
+    largest = max(len(group) for group in block_groups(kinds, blocks))
     # With groups of at most `size` layers, this many blocks are needed.
     needed = {size: sum(-(-count // size) for count in counts) for size in range(1, 41)}
     assert largest == min(size for size, least in needed.items() if least <= blocks)

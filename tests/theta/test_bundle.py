@@ -89,8 +89,8 @@ def test_the_rebuilt_weight_is_the_sum_rounded_once(dtype: Any, rank: int):
 
 
 def test_float32_is_the_default_below_passthrough():
-    p = parts() | {"w0": parts()["w0"].astype(ml_dtypes.bfloat16)}
-    assert effective_weight(ThetaBundle(**p)).dtype == F32
+    p = {name: part.astype(ml_dtypes.bfloat16) for name, part in parts().items()}
+    assert effective_weight(ThetaBundle(**p | {"s": parts()["s"]})).dtype == F32
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 3), st.integers(1, 12))
