@@ -10,6 +10,9 @@ By default what is measured is what quantizing did to the weights, on any device
 quantized, decoded, and run through the float32 graph. `--packed` runs the packed weights through
 the graph that is served instead, which adds what that does to activations.
 
+Beside our own scales stands "four over six" (arXiv 2512.02010): a block's largest magnitude becomes
+6 or 4, whichever errs less.
+
 A global scale moves the rounding of every block scale, and with it the KL divergence by some
 percent, up or down, by luck. So each figure is the mean over several global scales, those for the
 largest magnitude times 1 up to below 2, evenly in the logarithm. The table takes 6 GB of memory.
@@ -22,7 +25,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from max.driver import CPU
@@ -39,19 +42,23 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from attnquant.decoder_shapes import DecoderShapes
+from attnquant.encoder import encoder_of
 from attnquant.gemma3.model import Gemma3Model
 from attnquant.gemma3.weight_adapters import convert_safetensors
 from attnquant.kernels.codec import decode, encode, largest_magnitude
 from attnquant.nn.tensors import State, from_numpy, to_numpy
 from attnquant.nvfp4.format import NVFP4Weight
+from attnquant.nvfp4.profile import Profile
 from attnquant.projections import BLOCK_OF_ROLE, fused_groups, group_module
-from attnquant.settings import QuantScales
 from bench.common import EVALUATION_TEXT, Run, environment, model_directory
 from bench.divergence import Quality, chunks, compare
+from bench.four_over_six import four_over_six
 
-SCALES: tuple[QuantScales, ...] = ("absmax", "mse")
+Scales = Literal["absmax", "four over six", "mse", "profile"]
+SCALES: tuple[Scales, ...] = get_args(Scales)
 COVERAGES: dict[str, tuple[str, ...]] = {
     "attention + MLP": ("self_attn", "mlp"),
+    "attention only": ("self_attn",),
     "MLP only": ("mlp",),
 }
 MAX_LENGTH = 2048
@@ -72,12 +79,14 @@ class Quantized:
         blocks: whose projections are quantized: `self_attn`, `mlp`.
         factor: what a fused group's largest magnitude is multiplied by for its global scale.
         packed: whether weights stay packed, or are decoded again.
+        profile: what `profile` scales are searched with.
     """
 
-    scales: QuantScales
+    scales: Scales
     blocks: tuple[str, ...]
     factor: float
     packed: bool
+    profile: Profile | None = None
 
     def __call__(self, state: State, shapes: DecoderShapes) -> State:
         """The state with the weights of these blocks' fused groups replaced."""
@@ -93,8 +102,7 @@ class Quantized:
         dense = {name: to_numpy(state.pop(name)) for name in names if name in state}
         largest = max(float(largest_magnitude(part, name=name)) for name, part in dense.items())
         parts = {
-            name: encode(part, scales=self.scales, amax=largest * self.factor, name=name)
-            for name, part in dense.items()
+            name: self._encode(part, largest * self.factor, module) for name, part in dense.items()
         }
         if not self.packed:
             for name, part in parts.items():
@@ -103,12 +111,22 @@ class Quantized:
         whole = NVFP4Weight.stack(list(parts.values()))
         # The graph expects a global scale for each role; the group's are equal.
         scales = np.repeat(whole.global_scales[:1], len(roles))
+        inputs = 1.0 if self.profile is None else self.profile.input_scale(module)
         for name, array, dtype in (
             ("codes", whole.codes, DType.uint8),
             ("block_scales", whole.block_scales.view(np.uint8), DType.uint8),
             ("global_scales", scales, DType.float32),
+            ("input_scale", np.array([inputs], np.float32), DType.float32),
         ):
             state[f"{module}.{name}"] = from_numpy(array, dtype, f"{module}.{name}")
+
+    def _encode(self, weight: NDArray[Any], amax: float, module: str) -> NVFP4Weight:
+        if self.scales == "four over six":
+            return four_over_six(weight, amax=amax)
+        if self.scales == "profile":
+            assert self.profile is not None
+            return encode(weight, amax=amax, importance=self.profile.importance(module))
+        return encode(weight, scales=self.scales, amax=amax)
 
 
 def load(directory: Path, change: Change | None = None) -> Logits:
@@ -187,12 +205,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.parser.add_argument("--chunk", type=int, default=512, help="tokens a chunk, with <bos>")
     run.parser.add_argument("--chunks", type=int, help="only the first so many")
     run.parser.add_argument("--global-scales", type=int, default=4, help="how many to average over")
+    run.parser.add_argument("--scales", nargs="+", choices=SCALES, default=list(SCALES))
+    run.parser.add_argument(
+        "--coverages", nargs="+", choices=list(COVERAGES), default=list(COVERAGES)
+    )
     run.parser.add_argument("--packed", action="store_true", help="the graph that is served")
     options = run.parse(arguments)
     # The settings are this command's to choose.
     for name in os.environ.keys() - environment().keys():
         del os.environ[name]
+    if "absmax" not in options.scales:
+        run.parser.error("--scales: expected absmax too, which the others are held against")
     directory = model_directory(options.model)
+    profile = encoder_of(directory, "profile").profile if "profile" in options.scales else None
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokens = tokenizer.encode(EVALUATION_TEXT.read_text(encoding="utf-8")).ids
     pieces = chunks(tokens, options.chunk)[: options.chunks]
@@ -203,19 +228,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("quantized", "scales", "KL, nats", "against absmax", "top-1", "perplexity")
     ]
     qualities: dict[str, Any] = {}
-    for coverage, blocks in COVERAGES.items():
+    for coverage in options.coverages:
+        blocks = COVERAGES[coverage]
         by_factor = []
         for factor in factors:
             models: dict[str, Logits] = {}
             gc.collect()  # The last round's models are hundreds of megabytes.
-            for scales in SCALES:
+            for scales in options.scales:
                 change = Quantized(
-                    scales=scales, blocks=blocks, factor=factor, packed=options.packed
+                    scales=scales,
+                    blocks=blocks,
+                    factor=factor,
+                    packed=options.packed,
+                    profile=profile if scales == "profile" else None,
                 )
                 models[scales] = load(directory, change)
             by_factor.append(measure(pieces, original, models))
         mean = {name: np.mean([one[name] for one in by_factor], axis=0) for name in by_factor[0]}
-        for scales in SCALES:
+        for scales in options.scales:
             quality = Quality.of(mean[scales], mean["absmax"])
             qualities[f"{coverage}, {scales}"] = asdict(quality) | {
                 "kl_by_global_scale": [float(one[scales][0].mean()) for one in by_factor]

@@ -75,19 +75,30 @@ class Coverage:
                 a checkpoint's own list, which also names towers and norms.
 
         Raises:
-            SettingsError: a pattern matches nothing; lists what exists.
+            SettingsError: patterns that match nothing, all of them; lists what exists.
         """
         paths = {key: _paths(key.module) for key in shapes}
         head_paths = _paths(LM_HEAD)
-        matchers = {pattern: _matcher(pattern, source) for pattern in ignore}
+        matchers, problems = {}, []
+        for pattern in ignore:
+            try:
+                matchers[pattern] = _matcher(pattern, source)
+            except SettingsError as error:
+                problems.append(str(error))
         if source is not None:
             everything = [*paths.values(), head_paths]
-            for pattern, matches in matchers.items():
-                if not any(matches(candidates) for candidates in everything):
-                    raise SettingsError(
-                        f"{source}: {pattern!r} matches no projection; there are "
-                        f"{_existing(shapes)}"
-                    )
+            idle = [
+                repr(pattern)
+                for pattern, matches in matchers.items()
+                if not any(map(matches, everything))
+            ]
+            if idle:
+                problems.append(
+                    f"{source}: {', '.join(idle)} match{'es' if len(idle) == 1 else ''} no "
+                    f"projection; there are {_existing(shapes)}"
+                )
+        if problems:
+            raise SettingsError("; ".join(problems))
         ignored = matchers.values()
         reasons: dict[ProjectionKey, str | None] = {}
         for key, (_, columns) in shapes.items():

@@ -42,12 +42,14 @@ class LoadReport:
         records: one a projection.
         before: bytes per token of the unquantized model.
         after: bytes per token of the model as loaded.
+        scales: how block scales were chosen, as the setting names it.
         seconds: from the first projection to the last, wall clock.
     """
 
     records: Sequence[ProjectionRecord]
     before: int
     after: int
+    scales: str
     seconds: float
 
     @property
@@ -81,7 +83,8 @@ class LoadReport:
         before, after = format_bytes(self.before), format_bytes(self.after)
         ratio = self.before / self.after
         lines.append(
-            f"bytes per token: {before} before, {after} after ({ratio:.2f}x), {self.seconds:.1f} s"
+            f"bytes per token: {before} before, {after} after ({ratio:.2f}x); "
+            f"scales: {self.scales}; {self.seconds:.1f} s"
         )
         return "\n".join(lines)
 

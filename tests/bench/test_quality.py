@@ -32,7 +32,8 @@ def loaded(directory: Path, config: dict, **settings: object) -> State:
 
 @pytest.mark.parametrize("name", ["pattern2-scalar", "untied-sharded"])  # bfloat16, float32
 @pytest.mark.parametrize(
-    ("coverage", "ignore"), [("attention + MLP", ()), ("MLP only", ("self_attn",))]
+    ("coverage", "ignore"),
+    [("attention + MLP", ()), ("attention only", ("mlp",)), ("MLP only", ("self_attn",))],
 )
 @pytest.mark.parametrize("scales", ["absmax", "mse"])
 def test_packed_weights_are_those_of_loading(
@@ -85,10 +86,11 @@ def test_the_command_prints_and_writes_every_figure(
     path = tmp_path / "quality.json"
     model = str(tiny_directory("untied-sharded"))
     sizes = ["--chunk", "128", "--chunks", "2", "--global-scales", "2"]
-    quality.main(["--model", model, *sizes, "--json", str(path)])
+    coverages = ["--coverages", "attention + MLP", "MLP only"]
+    quality.main(["--model", model, *sizes, *coverages, "--json", str(path)])
     figures = json.loads(path.read_text(encoding="utf-8"))["figures"]
     assert figures["positions"] == 2 * 127
-    both, mlp = (figures["qualities"][f"{coverage}, mse"] for coverage in COVERAGES)
+    both, mlp = (figures["qualities"][f"{coverage}, mse"] for coverage in coverages[1:])
     assert 0 < mlp["kl"] < both["kl"] and 0 < both["top1"] <= mlp["top1"] <= 1
     assert len(both["kl_by_global_scale"]) == 2
     assert "against absmax" in capsys.readouterr().out

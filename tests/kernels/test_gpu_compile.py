@@ -26,19 +26,20 @@ from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType
 
 from attnquant.kernels import extensions
-from attnquant.kernels.ops import nvfp4_matmul
+from attnquant.kernels.ops import NVFP4Kernel, nvfp4_matmul
 
-gpu, columns = DeviceRef.GPU(), int(columns)
+gpu, dtype, columns = DeviceRef.GPU(), DType[dtype], int(columns)
+kernel = NVFP4Kernel.of(gpu, dtype, 640, columns)
 types = [
-    TensorType(DType[dtype], ("vectors", columns), gpu),
+    TensorType(dtype, ("vectors", columns), gpu),
     TensorType(DType.uint8, (640, columns // 2), gpu),
-    TensorType(DType.uint8, (640, columns // 16), gpu),
+    TensorType(kernel.scale_dtype, (640, columns // 16), gpu),
     TensorType(DType.float32, (2,), gpu),
 ]
 with Graph("projection", input_types=types, custom_extensions=[extensions()]) as graph:
     graph.output(nvfp4_matmul(*(value.tensor for value in graph.inputs), part_rows=(600, 40)))
 InferenceSession(devices=[driver.Accelerator()]).load(graph)
-print("compiled for", architecture)
+print("compiled for", architecture, kernel.name)
 """
 
 
@@ -66,4 +67,5 @@ def test_compiles(api: str, architecture: str, dtype: str, columns: int) -> None
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert f"compiled for {architecture}" in done.stdout
+    kernel = "MAX_BLOCK_SCALED" if "sm_100" in architecture else "WEIGHT_ONLY"
+    assert f"compiled for {architecture} {kernel}" in done.stdout

@@ -24,6 +24,7 @@ REPORT = LoadReport(
     ],
     before=61_394_690_680,
     after=19_295_021_280,
+    scales="mse",
     seconds=12.34,
 )
 
@@ -45,13 +46,17 @@ def test_render() -> None:
         "left: 1 ignored",
         "left: 1 in = 100 is not a multiple of 16",
         "worst: layers.1.self_attn.q_proj 0.1000",
-        "bytes per token: 61.395 GB before, 19.295 GB after (3.18x), 12.3 s",
+        "bytes per token: 61.395 GB before, 19.295 GB after (3.18x); scales: mse; 12.3 s",
     ]
 
 
 def test_nothing_encoded() -> None:
     report = LoadReport(
-        records=[record(0, "q_proj", None, "ignored")], before=10, after=10, seconds=0.0
+        records=[record(0, "q_proj", None, "ignored")],
+        before=10,
+        after=10,
+        scales="mse",
+        seconds=0.0,
     )
     assert report.mean_error is None
     assert report.worst is None
