@@ -140,7 +140,7 @@ def main(arguments: Sequence[str]) -> int:
     wants_help = "--help" in arguments
     try:
         if arguments and arguments[0] in MODEL_COMMANDS and not wants_help:
-            preflight.check_settings()
+            preflight.check_settings(_value(arguments, MODEL_OPTIONS))
             arguments = with_demo(arguments)
             preflight.check_model(_value(arguments, MODEL_OPTIONS))
             from max.driver import accelerator_count

@@ -9,7 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.tiny.gemma3 import CASES
+from tests.tiny.cases import CASES
 
 # The same examples every time, and no clock: two busy cores are slow now and then.
 hypothesis.settings.register_profile("attnquant", derandomize=True, deadline=None)

@@ -37,8 +37,51 @@ def test_inspect_as_json(flagship: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (report["quantized"], report["left"]) == (180, 230)
 
 
+def test_what_fits(flagship: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--memory 80gb --max-length 4096 --batch 3 --max-batch-input-tokens 1024"
+    options += " --device-memory-utilization 0.8"
+    assert main(["inspect", str(flagship), *options.split(), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)["memory"]
+    assert report["usable"] == 64 * 10**9
+    assert (report["max_length"], report["batch"], report["fits"]) == (4096, 3, True)
+    assert main(["inspect", str(flagship), *options.split()]) == 0
+    assert "cache of 3 x 4096 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--memory 32", "argument --memory: '32' is not a size above 0 with its unit"),
+        ("--memory 0GB", "argument --memory: '0GB' is not a size above 0"),
+        ("--memory 32GB --batch 0", "argument --batch: '0' is not a whole number, 1 or more"),
+        ("--memory 32GB --batch 1.5", "argument --batch: '1.5' is not a whole number"),
+        ("--memory 32GB --max-length -5", "argument --max-length: '-5' is not a whole number"),
+        ("--memory 32GB --max-batch-input-tokens x", "--max-batch-input-tokens: 'x' is not a"),
+        ("--memory 1GB --device-memory-utilization nan", "'nan' is not a number above 0, 1 at"),
+        ("--memory 1GB --device-memory-utilization 90", "'90' is not a number above 0, 1 at most"),
+        ("--batch 2 --max-length 9", "--max-length, --batch: expected --memory too"),
+        ("--memory 9GB --max-length 999999", "--max-length=999999 is beyond config.json's"),
+        ("--memroy 9GB", "unrecognized arguments: --memroy 9GB"),
+        ("--quant fp8", "argument --quant: invalid choice: 'fp8'"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    flagship: Path, capsys: pytest.CaptureFixture[str], options: str, words: str
+) -> None:
+    try:
+        status = main(["inspect", str(flagship), *options.split()])
+    except SystemExit as error:
+        status = error.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert status == 2
+    assert line.startswith("attnquant: ") and words in line
+
+
 def test_inspect_does_not_import_max(flagship: Path) -> None:
-    code = f"import sys; from attnquant.cli import main; main(['inspect', {str(flagship)!r}]); "
+    code = (
+        "import sys; from attnquant.cli import main; "
+        f"main(['inspect', {str(flagship)!r}, '--memory', '32GiB']); "
+    )
     code += "sys.exit('max' in sys.modules)"
     # Kernels that ran in this process set variables, below Python, that mislead another one.
     environ = dict(os.environ)
@@ -68,3 +111,23 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"attnquant {__version__}\n"
+
+
+def test_export_of_bundles(
+    tiny_directory: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = str(tiny_directory("pattern2-scalar")), tmp_path / "exported"
+    assert main(["export", source, str(target), "--blocks", "2", "--rank", "8"]) == 0
+    assert "2 blocks of rank 8, 0 of 28 projections in NVFP4" in capsys.readouterr().out
+    assert Checkpoint.open(target).config["attnquant"]["blocks"] == 2
+    packed = str(tmp_path / "packed")
+    assert main(["export", source, packed, "--blocks", "2", "--quant", "nvfp4"]) == 0
+    assert "2 blocks of rank 0, 28 of 28 projections in NVFP4" in capsys.readouterr().out
+    for options, words in (
+        ([], "nothing to write"),
+        (["--quant", "nvfp4", "--rank", "8"], "--rank 8 corrects shared blocks; give --blocks too"),
+        (["--blocks", "4"], "--blocks 4 is a block for each layer"),
+    ):
+        assert main(["export", source, str(tmp_path / "none"), *options]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("attnquant: ") and words in line

@@ -20,16 +20,16 @@ PACKAGE = Path(__file__).resolve().parents[1] / "attnquant"
 
 # A module may import what stands in its own row or in a row above it.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "settings", "projections", "decoder_shapes"}),
-    frozenset({"checkpoint", "theta", "nvfp4", "demo"}),
+    frozenset({"errors", "settings", "projections", "decoder_shapes", "vision_shapes"}),
+    frozenset({"checkpoint", "theta", "nvfp4", "demo", "memory", "memory_report"}),
     frozenset({"kernels"}),
     frozenset({"nn"}),
     frozenset({"gemma3", "gemma4"}),
-    frozenset({"inspect", "preflight", "cli"}),
+    frozenset({"inspect", "preflight", "report", "encoder", "cli"}),
     frozenset({"__init__", "__main__"}),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-MAY_IMPORT_MAX = frozenset({"kernels", "nn", "gemma3", "gemma4", "cli"})
+MAY_IMPORT_MAX = frozenset({"kernels", "nn", "gemma3", "gemma4", "encoder", "cli"})
 STRANGERS = frozenset({"gemma3", "gemma4"})
 
 FILES = sorted(PACKAGE.rglob("*.py"))

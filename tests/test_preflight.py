@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from attnquant.checkpoint.export_theta import export_theta
 from attnquant.errors import CheckpointError, SettingsError
-from attnquant.preflight import check_model
+from attnquant.nvfp4.reference import encode
+from attnquant.preflight import check_model, check_settings
 from tests.test_run_max import run
 from tests.tiny.gemma3 import CASES
 
@@ -55,9 +57,62 @@ def test_settings_of_the_checkpoint_are_checked_with_it(
         check_model(str(directory))
 
 
+def test_all_that_is_wrong_with_settings_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = CASE.write(tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    section = {"attnquant": {"rank": "many", "blokcs": 2}}
+    (directory / "config.json").write_text(json.dumps(config | section))
+    monkeypatch.setenv("ATTNQUANT_QUANT", "fp8")
+    with pytest.raises(SettingsError) as caught:
+        check_settings(str(directory))
+    assert str(caught.value) == (
+        "config.json's attnquant.blokcs is not a setting: did you mean blocks?; "
+        "config.json's attnquant.rank='many' is not a whole number, 0 or more; "
+        "ATTNQUANT_QUANT='fp8' is not none or nvfp4"
+    )
+    (directory / "config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("ATTNQUANT_QUANT", "nvfp4")
+    monkeypatch.setenv("ATTNQUANT_QUANT_IGNORE", "self_atn,o_proj,q_porj,re:(")
+    monkeypatch.setenv("ATTNQUANT_BLOCKS", "26")
+    check_settings(str(directory))
+    with pytest.raises(SettingsError) as caught:
+        check_model(str(directory))
+    words = ("'re:(' is not a regular", "'self_atn', 'q_porj' match no projection", "BLOCKS=26")
+    for problem, word in zip(str(caught.value).split("; AT"), words, strict=True):
+        assert word in problem
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"architectures": [["x"], {}]}', "{}"])
+def test_a_config_that_cannot_be_read_says_nothing_of_settings(
+    tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "config.json").write_text(content)
+    check_settings(str(tmp_path))
+
+
 def test_a_config_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> None:
     directory = CASE.write(tmp_path / "model")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"intermediate_size": 512}))
     with pytest.raises(CheckpointError, match=r"expected .* as config\.json implies"):
         check_model(str(directory))
+
+
+def test_bundles_are_checked_with_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = CASE.write(tmp_path / "source"), tmp_path / "theta"
+    export_theta(source, target, blocks=2, rank=4, encode=encode, recipe={})
+    check_model(str(target))
+    monkeypatch.setenv("ATTNQUANT_RANK", "3")
+    check_model(str(target))
+    monkeypatch.setenv("ATTNQUANT_BLOCKS", "1")
+    with pytest.raises(SettingsError, match="ATTNQUANT_BLOCKS=1: the checkpoint holds bundles of"):
+        check_model(str(target))
+    config = json.loads((target / "config.json").read_text())
+    del config["attnquant"]["format"]
+    (target / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="found a part of a theta bundle"):
+        check_model(str(target))

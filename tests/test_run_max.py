@@ -144,3 +144,20 @@ def test_impossible_settings_are_one_line_and_status_2(command: str) -> None:
         "run_max.py: ATTNQUANT_BLOKS is not a setting: did you mean ATTNQUANT_BLOCKS?; "
         "ATTNQUANT_BLOCKS='many' is not a whole number, 1 or more"
     ]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("ATTNQUANT_quant", "nvfp4", "did you mean ATTNQUANT_QUANT?"),
+        ("ATTNQUANT_BLOCKS", "", "ATTNQUANT_BLOCKS='' is not a whole number, 1 or more"),
+        ("ATTNQUANT_BLOCKS", "٣", "is not a whole number, 1 or more"),
+        ("ATTNQUANT_A\nB", "1", "'ATTNQUANT_A\\nB' is not a setting"),
+        ("ATTNQUANT_QUANT_LM_HEAD", "nvfp4", "ATTNQUANT_QUANT=nvfp4 is not set"),
+    ],
+)
+def test_no_wrong_setting_is_overlooked(variable: str, value: str, words: str) -> None:
+    result = run("serve", "--model", "google/gemma-3-1b-it", **{variable: value})
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("run_max.py: ") and words in line

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from max.graph.weights import WeightsFormat
 from max.pipelines.context import TextContext
-from max.pipelines.kv_cache.memory_planner import PagedMemoryPlanner
 from max.pipelines.lib import SupportedArchitecture, TextTokenizer
 from max.pipelines.modeling.types import PipelineTask
 
@@ -12,6 +11,7 @@ from attnquant.gemma3.batch_processor import Gemma3BatchProcessor
 from attnquant.gemma3.model import Gemma3Model
 from attnquant.gemma3.model_config import Gemma3Config
 from attnquant.gemma3.weight_adapters import convert_safetensors
+from attnquant.nn.memory_planner import DecoderMemoryPlanner
 
 gemma3_arch = SupportedArchitecture(
     name="Gemma3ForCausalLM",
@@ -26,7 +26,7 @@ gemma3_arch = SupportedArchitecture(
     tokenizer=TextTokenizer,
     context_type=TextContext,
     weight_adapters={WeightsFormat.safetensors: convert_safetensors},
-    memory_planner=PagedMemoryPlanner,
+    memory_planner=DecoderMemoryPlanner,
     multi_gpu_supported=False,
     supports_overlap_scheduler=True,
     supports_device_graph_capture=True,

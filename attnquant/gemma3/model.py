@@ -4,94 +4,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from max.driver import Device
-from max.engine import InferenceSession, Model
-from max.graph.weights import Weights, WeightsAdapter
-from max.nn.transformer import ReturnLogits
-from max.pipelines.context import TextContext
-from max.pipelines.lib import (
-    KVCacheConfig,
-    ModelInputs,
-    ModelOutputs,
-    PipelineConfig,
-    PipelineModelWithKVCache,
-)
-from max.pipelines.lib.graph_specs import GraphRole, GraphSpec
-from max.pipelines.lib.log_probabilities import LogProbabilitiesMixin
-from max.pipelines.lib.memory_estimation import MemoryPlan
-
 from attnquant.gemma3.batch_processor import Gemma3BatchProcessor
 from attnquant.gemma3.gemma3 import build_gemma3
 from attnquant.gemma3.model_config import Gemma3Config
-from attnquant.kernels import extensions
+from attnquant.nn.pipeline import DecoderModel
 
 
-class Gemma3Model(
-    LogProbabilitiesMixin, PipelineModelWithKVCache[TextContext, Gemma3Config, Model]
-):
+class Gemma3Model(DecoderModel):
     """Gemma 3 on one device."""
 
     model_config_cls: ClassVar[type[Any]] = Gemma3Config
     batch_processor_cls: ClassVar[type[Gemma3BatchProcessor]] = Gemma3BatchProcessor
-
-    def __init__(
-        self,
-        pipeline_config: PipelineConfig,
-        session: InferenceSession,
-        devices: list[Device],
-        kv_cache_config: KVCacheConfig,
-        weights: Weights,
-        *,
-        memory_plan: MemoryPlan,
-        adapter: WeightsAdapter | None = None,
-        return_logits: ReturnLogits = ReturnLogits.LAST_TOKEN,
-        max_batch_size: int = 1,
-    ) -> None:
-        super().__init__(
-            pipeline_config,
-            session,
-            devices,
-            kv_cache_config,
-            weights,
-            adapter=adapter,
-            return_logits=return_logits,
-            memory_plan=memory_plan,
-            max_batch_size=max_batch_size,
-        )
-        self._weights_dict: dict[str, Any] = {}
-        self._models = self.load_graphs(session)
-
-    @property
-    def model(self) -> Model:
-        """The compiled decoder, ready to execute."""
-        return self._models[GraphRole.DECODER]
-
-    def _load_state_dict(self) -> dict[str, Any]:
-        self._weights_dict = super()._load_state_dict()
-        return self._weights_dict
-
-    def _create_model_config(self, state_dict: dict[str, Any]) -> Gemma3Config:
-        config = Gemma3Config.initialize(self.pipeline_config, max_seq_len=self.max_seq_len)
-        config.return_logits = self.return_logits
-        return config
-
-    def graph_specs(self, model_config: Gemma3Config) -> dict[str, GraphSpec]:
-        """The decoder's graph and the weights that it binds."""
-        decoder = build_gemma3(model_config, self._weights_dict)
-        packed = any(name.endswith(".codes") for name in self._weights_dict)
-        decoder.bind(self._weights_dict)
-        self._weights_dict = {}
-        return {
-            GraphRole.DECODER: GraphSpec(
-                decoder,
-                "gemma3",
-                self._bind_graph_inputs(decoder.input_tree()),
-                weights=decoder.state_dict(auto_initialize=False),
-                custom_extensions=[extensions()] if packed else [],
-            )
-        }
-
-    def execute(self, model_inputs: ModelInputs) -> ModelOutputs:
-        """Runs one step; see `RaggedDecoder` for the outputs' shapes."""
-        assert self.batch_processor is not None
-        return self.batch_processor.process_outputs(self.model.execute(*model_inputs.buffers))
+    graph_name: ClassVar[str] = "gemma3"
+    build = staticmethod(build_gemma3)

@@ -1,6 +1,7 @@
 """Graph layers that every decoder shares. They know shapes, dtypes and devices, and no model."""
 
 from attnquant.nn.attention import Attention
+from attnquant.nn.build import build_decoder
 from attnquant.nn.decoder import DecoderLayer, RaggedDecoder
 from attnquant.nn.embedding import ScaledEmbedding, TiedHead
 from attnquant.nn.mlp import GatedMLP
@@ -16,6 +17,7 @@ __all__ = [
     "ScaledEmbedding",
     "Storage",
     "TiedHead",
+    "build_decoder",
     "layer_projections",
     "rotary_table",
 ]

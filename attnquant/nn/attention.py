@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from max.graph import TensorValue, ops
 from max.nn.attention import MHAMaskVariant
 from max.nn.kernels import flash_attention_ragged, rope_split_store_ragged
@@ -13,16 +16,19 @@ from attnquant.nn.projection import GroupProjection
 
 
 class Attention(Module):
-    """Self-attention of one layer: fused q+k+v, q and k norms, rope, attention, o.
+    """Self-attention of one layer: fused q+k+v, per-head norms, rope, attention, o.
 
     Args:
-        qkv_proj: the fused projection; its parts are q, k and v.
+        qkv_proj: the fused projection; its parts are q, k and v. With two parts, q and k, the
+            values are what k's part gives, before its norm and rope.
         o_proj: the output projection.
         q_norm: norm over one query head's `head_dim` elements.
         k_norm: norm over one key head's `head_dim` elements.
         kv_params: the cache that this layer's keys and values live in.
         scale: factor on the attention scores.
         window: sliding window in tokens, the current one included; None attends to everything.
+        value_eps: values are divided by their heads' root mean square, to whose square this is
+            added; None leaves values as they are.
     """
 
     def __init__(
@@ -35,15 +41,19 @@ class Attention(Module):
         kv_params: KVCacheParams,
         scale: float,
         window: int | None,
+        value_eps: float | None = None,
     ) -> None:
         super().__init__()
-        self.qkv_proj = qkv_proj
+        # An attribute's name is its weights' prefix, and so what `group_module` calls the group.
+        self._group = "qkv_proj" if len(qkv_proj.rows) == 3 else "qk_proj"
+        setattr(self, self._group, qkv_proj)
         self.o_proj = o_proj
         self.q_norm = q_norm
         self.k_norm = k_norm
         self.kv_params = kv_params
         self.scale = scale
         self.window = window
+        self.value_eps = value_eps
 
     def __call__(
         self,
@@ -66,10 +76,14 @@ class Attention(Module):
             `[tokens, hidden]`.
         """
         head_dim = self.kv_params.head_dim
-        rows = self.qkv_proj.rows
-        q, k, v = ops.split(self.qkv_proj(x), rows, axis=-1)
+        projection: GroupProjection = getattr(self, self._group)
+        rows = projection.rows
+        q, k, *values = ops.split(projection(x), rows, axis=-1)
+        v = values[0] if values else k
         q = _per_head(self.q_norm, q, head_dim)
         k = _per_head(self.k_norm, k, head_dim)
+        if self.value_eps is not None:
+            v = _per_head(partial(unit_norm, eps=self.value_eps), v, head_dim)
 
         heads = rows[0] // head_dim
         q = rope_split_store_ragged(
@@ -99,6 +113,16 @@ class Attention(Module):
         return self.o_proj(attended.reshape((-1, rows[0])))
 
 
-def _per_head(norm: RMSNorm, x: TensorValue, head_dim: int) -> TensorValue:
+def unit_norm(x: TensorValue, *, eps: float) -> TensorValue:
+    """`x / sqrt(mean(x^2) + eps)` over the last dimension: a root mean square norm without gain."""
+    one = ops.constant(1.0, x.dtype, device=x.device)
+    return ops.rms_norm(
+        x, ops.broadcast_to(one, (x.shape[-1],)), eps, weight_offset=0.0, multiply_before_cast=True
+    )
+
+
+def _per_head(
+    norm: Callable[[TensorValue], TensorValue], x: TensorValue, head_dim: int
+) -> TensorValue:
     width = int(x.shape[-1])
     return norm(x.reshape((-1, width // head_dim, head_dim))).reshape((-1, width))

@@ -17,19 +17,28 @@ from max.nn.layer import LayerList, Module
 from max.nn.norm import RMSNorm
 from max.nn.transformer import ReturnLogits
 from max.nn.transformer.transformer import forward_sequential_layers, logits_postprocess
-from max.pipelines.lib.interfaces.batch_processor import ragged_batch_inputs
+from max.pipelines.lib.interfaces.batch_processor import ragged_batch_inputs, vision_merge_inputs
+from max.pipelines.lib.vlm_utils import merge_multimodal_embeddings
 from numpy.typing import NDArray
 
 from attnquant.nn.attention import Attention
 from attnquant.nn.embedding import ScaledEmbedding
 from attnquant.nn.mlp import GatedMLP
-from attnquant.nn.tensors import State, from_numpy, numpy_dtype
+from attnquant.nn.tensors import State, from_numpy, numpy_dtype, viewed
+from attnquant.nn.theta import theta_projections, use_blocks
+
+# MAX asks for the dtype of a tower's output where it knows no more than config.json: one that holds
+# the values of every dtype a tower may run in.
+EMBEDDINGS_DTYPE = DType.float32
+
+_SCALES, _INPUT_SCALE = ".block_scales", ".input_scale"
 
 
 class DecoderLayer(Module):
-    """`x + post(attention(pre(x)))`, then `x + post(mlp(pre(x)))`.
+    """`x + post(attention(pre(x)))`, then `x + post(mlp(pre(x)))`, then times `layer_scalar`.
 
-    The attributes carry the names that the norms have in Gemma checkpoints.
+    The attributes carry the names that the weights have in Gemma checkpoints. `layer_scalar` is one
+    number of the activations' dtype, `[1]`; None where a decoder has none.
     """
 
     def __init__(
@@ -41,6 +50,7 @@ class DecoderLayer(Module):
         post_attention_layernorm: RMSNorm,
         pre_feedforward_layernorm: RMSNorm,
         post_feedforward_layernorm: RMSNorm,
+        layer_scalar: Weight | None = None,
     ) -> None:
         super().__init__()
         self.self_attn = self_attn
@@ -49,6 +59,7 @@ class DecoderLayer(Module):
         self.post_attention_layernorm = post_attention_layernorm
         self.pre_feedforward_layernorm = pre_feedforward_layernorm
         self.post_feedforward_layernorm = post_feedforward_layernorm
+        self.layer_scalar = layer_scalar
 
     def __call__(
         self,
@@ -57,11 +68,17 @@ class DecoderLayer(Module):
         row_offsets: TensorValue,
         freqs_cis: TensorValue,
         cache_layer: TensorValue,
+        blocks: Sequence[TensorValue] = (),
     ) -> TensorValue:
-        """Maps `[tokens, hidden]` to `[tokens, hidden]`; see `Attention` for the others."""
+        """Maps `[tokens, hidden]` to `[tokens, hidden]`; see `Attention` for the others.
+
+        `blocks` are the shared blocks of the layer's theta bundles, in `theta_projections`' order.
+        """
+        use_blocks(self, blocks)
         attended = self.self_attn(self.input_layernorm(x), kv, row_offsets, freqs_cis, cache_layer)
         x = x + self.post_attention_layernorm(attended)
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        return x if self.layer_scalar is None else x * self.layer_scalar
 
 
 class RaggedDecoder(Module):
@@ -77,6 +94,8 @@ class RaggedDecoder(Module):
         return_logits: the last token's, a variable number, or all.
         softcap: logits become `softcap · tanh(logits / softcap)`; None leaves them.
         device: where the graph runs.
+        takes_embeddings: the graph has two more inputs, with which some tokens' embeddings are
+            replaced by others, such as a vision tower's.
     """
 
     def __init__(
@@ -91,6 +110,7 @@ class RaggedDecoder(Module):
         return_logits: ReturnLogits,
         softcap: float | None,
         device: DeviceRef,
+        takes_embeddings: bool = False,
     ) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
@@ -101,6 +121,7 @@ class RaggedDecoder(Module):
         self.return_logits = return_logits
         self.softcap = softcap
         self.device = device
+        self.takes_embeddings = takes_embeddings
         self._ropes = {
             kind: Weight(f"rope.{kind}", embed_tokens.weight.dtype, table.shape, device)
             for kind, table in ropes.items()
@@ -109,6 +130,15 @@ class RaggedDecoder(Module):
         for kind, weight in self._ropes.items():
             setattr(self, f"rope_{kind}", weight)
         self._kinds = [kind for _, kind in layers]
+        # A shared block is one weight of the decoder, whichever layer it is met in first.
+        self._blocks = {
+            weight.name: weight
+            for layer, _ in reversed(layers)
+            for projection in theta_projections(layer)
+            for weight in projection.block
+        }
+        for name, weight in self._blocks.items():
+            setattr(self, name.replace(".", "_"), weight)
 
     def bind(self, weights: State) -> None:
         """Binds the checkpoint's weights, and the rotary tables beside them."""
@@ -118,18 +148,35 @@ class RaggedDecoder(Module):
             )
             for kind, weight in self._ropes.items()
         }
+        declared = self.raw_state_dict()
+        # The bytes of block scales are float8 to the graph where a kernel asks for it, and not
+        # every kernel reads input scales.
+        bound = {
+            name: viewed(tensor, declared[name].dtype)
+            if name in declared and name.endswith(_SCALES)
+            else tensor
+            for name, tensor in weights.items()
+            if name in declared or not name.endswith(_INPUT_SCALE)
+        }
         # Tensors in a checkpoint file are aligned to their element size at most.
-        self.load_state_dict(weights | tables, weight_alignment=1)
+        self.load_state_dict(bound | tables, weight_alignment=1)
 
     def input_tree(self) -> OrderedDict[str, object]:
         """The graph's inputs, named: its leaves, in order, are the buffer ABI.
 
         `batch`: tokens int64 `[total_seq_len]`, row_offsets uint32 `[batch + 1]`, return_n_logits
-        int64 `[1]` on the host. `kv`: what MAX's cache manager passes.
+        int64 `[1]` on the host. `vision`, if the graph takes embeddings: image_embeddings float32
+        `[rows, hidden]` and image_token_indices int32 `[rows]`, the tokens that they replace; a
+        batch without images has no rows. `kv`: what MAX's cache manager passes.
         """
-        return OrderedDict(
-            batch=ragged_batch_inputs(self.device), kv=self.kv_params.get_symbolic_inputs()
-        )
+        inputs: OrderedDict[str, object] = OrderedDict(batch=ragged_batch_inputs(self.device))
+        if self.takes_embeddings:
+            hidden = int(self.embed_tokens.weight.shape[1])
+            inputs["vision"] = vision_merge_inputs(
+                [self.device], EMBEDDINGS_DTYPE, hidden, rows_dim="image_tokens"
+            )
+        inputs["kv"] = self.kv_params.get_symbolic_inputs()
+        return inputs
 
     def trace(
         self,
@@ -141,12 +188,14 @@ class RaggedDecoder(Module):
     ) -> Graph:
         """Traces the graph whose inputs are `input_tree`'s leaves."""
 
-        def forward(tokens: Any, row_offsets: Any, return_n_logits: Any, *kv: Any) -> Any:
+        def forward(tokens: Any, row_offsets: Any, return_n_logits: Any, *rest: Any) -> Any:
+            embeddings, kv = (rest[:2], rest[2:]) if self.takes_embeddings else ((), rest)
             return self(
                 tokens.tensor,
                 row_offsets.tensor,
                 return_n_logits.tensor,
                 self.kv_params.unflatten_kv_inputs(iter(kv)),
+                *(value.tensor for value in embeddings),
             )
 
         return Graph(
@@ -164,18 +213,24 @@ class RaggedDecoder(Module):
         row_offsets: TensorValue,
         return_n_logits: TensorValue,
         kv: Any,
+        image_embeddings: TensorValue | None = None,
+        image_token_indices: TensorValue | None = None,
     ) -> tuple[TensorValue, ...]:
         """Returns float32 logits `[batch, vocab]`; unless only the last token's are wanted, also
         the wanted logits `[rows, vocab]` and each sequence's offset among them."""
         caches = {kind: tree.leaves(kv[kind], leaf=KVCacheInputsPerDevice)[0] for kind in kv}
         x = self.embed_tokens(tokens)
+        if self.takes_embeddings:
+            x = merge_multimodal_embeddings(x, image_embeddings, image_token_indices)
 
         def inputs(index: int, hidden: list[TensorValue]) -> list[Any]:
             kind = self._kinds[index]
             cache_layer = self._kinds[:index].count(kind)
             host_index = ops.constant(cache_layer, DType.uint32, device=DeviceRef.CPU())
             table = TensorValue(self._ropes[kind])
-            return [hidden[0], caches[kind], row_offsets, table, host_index]
+            common = [hidden[0], caches[kind], row_offsets, table, host_index]
+            blocks = [TensorValue(self._blocks[name]) for name in self._block_names(index)]
+            return [*common, blocks] if blocks else common
 
         (x,) = forward_sequential_layers(
             list(self.layers),
@@ -197,10 +252,17 @@ class RaggedDecoder(Module):
         """
         groups: dict[object, list[int]] = {}
         for index, (layer, kind) in enumerate(zip(self.layers, self._kinds, strict=True)):
-            weights = layer.raw_state_dict()
-            signature = tuple((name, w.dtype, tuple(w.shape)) for name, w in weights.items())
+            weights = list(layer.raw_state_dict().items())
+            # Which block does not matter, since it is an input.
+            weights += [("", self._blocks[name]) for name in self._block_names(index)]
+            signature = tuple((name, w.dtype, tuple(w.shape)) for name, w in weights)
             groups.setdefault((kind, signature), []).append(index)
         return list(groups.values())
+
+    def _block_names(self, index: int) -> list[str]:
+        """The shared blocks that a layer takes, as its call takes them."""
+        projections = theta_projections(self.layers[index])
+        return [weight.name for projection in projections for weight in projection.block]
 
     def _logits(self, x: TensorValue) -> TensorValue:
         logits = ops.cast(self.lm_head(x), DType.float32)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from max.graph import TensorValue, ops
 from max.nn.layer import Module
 
 from attnquant.nn.projection import GroupProjection
+
+ACTIVATIONS: dict[str, Callable[[TensorValue], TensorValue]] = {
+    "gelu_pytorch_tanh": partial(ops.gelu, approximate="tanh"),
+    "silu": ops.silu,
+}
+"""By their names in Hugging Face configs."""
 
 
 class GatedMLP(Module):

@@ -5,11 +5,13 @@ weight adapter cannot disagree. Below the group's module path (`layers.3.self_at
 
 - `STACKED`, `weight`: one array. A group of one, or what the adapter had to make anyway (a dtype
   conversion, a rebuilt theta bundle): a second concatenation would only keep a second copy.
-- `NVFP4`, `codes`, `block_scales`, `global_scales`: packed (`attnquant.nvfp4.format`).
+- `NVFP4`, `codes`, `block_scales`, `global_scales`: packed (`attnquant.nvfp4.format`); besides,
+  `input_scale`, which is read where the kernel quantizes activations too.
 - `PARTS`, `<role>.weight`: the checkpoint's own memory; the graph concatenates the parts once,
   when the model is initialised, on the model's device.
-- `SPLIT`, some `<role>.weight` and some `<role>.codes`, ...: the coverage splits the group, and
-  each role is a matmul of its own.
+- `SPLIT`, tensors below `<role>`: the coverage splits the group, and each role is a matmul of its
+  own.
+- `THETA`, `output_scales` or `row_scales`: a bundle in the graph (`attnquant.nn.theta`).
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from max.dtype import DType
 from max.graph import DeviceRef, TensorValue, Weight, ops
+from max.graph.weights import WeightData
 from max.nn.layer import Module
 
 from attnquant.decoder_shapes import DecoderShapes
-from attnquant.kernels.ops import nvfp4_matmul
+from attnquant.kernels.ops import NVFP4Kernel, nvfp4_matmul
+from attnquant.nn.theta import ThetaProjection
 from attnquant.nvfp4.format import BLOCK_SIZE
 from attnquant.projections import Role, fused_groups, group_module
 
@@ -34,12 +38,15 @@ class Storage(enum.Enum):
     NVFP4 = "nvfp4"
     PARTS = "parts"
     SPLIT = "split"
+    THETA = "theta"
 
     @classmethod
     def of(cls, names: Collection[str], module: str, roles: Sequence[str]) -> Storage:
         """Reads the storage of the group at `module` off the tensors' names."""
         if f"{module}.codes" in names:
             return cls.NVFP4
+        if f"{module}.output_scales" in names or f"{module}.row_scales" in names:
+            return cls.THETA
         if f"{module}.weight" in names or len(roles) == 1:
             return cls.STACKED
         dense = all(f"{module}.{role}.weight" in names for role in roles)
@@ -84,11 +91,16 @@ class Projection(Module):
                 self.weight = Weight("weight", dtype, (total, columns), device)
             case Storage.NVFP4:
                 self.codes = Weight("codes", DType.uint8, (total, columns // 2), device)
-                # MAX takes no float8 tensors on a CPU, so the scales travel as bytes.
+                kernel = NVFP4Kernel.of(device, dtype, total, columns)
                 self.block_scales = Weight(
-                    "block_scales", DType.uint8, (total, columns // BLOCK_SIZE), device
+                    "block_scales", kernel.scale_dtype, (total, columns // BLOCK_SIZE), device
                 )
                 self.global_scales = Weight("global_scales", DType.float32, (len(rows),), device)
+                self.input_scale = (
+                    Weight("input_scale", DType.float32, (1,), DeviceRef.CPU())
+                    if kernel.quantizes_activations
+                    else None
+                )
 
     def __call__(self, x: TensorValue) -> TensorValue:
         """Projects `x [tokens, columns]` to `[tokens, sum(rows)]`."""
@@ -99,7 +111,12 @@ class Projection(Module):
                 return x @ self.weight.T
             case Storage.NVFP4:
                 return nvfp4_matmul(
-                    x, self.codes, self.block_scales, self.global_scales, part_rows=self.rows
+                    x,
+                    self.codes,
+                    self.block_scales,
+                    self.global_scales,
+                    part_rows=self.rows,
+                    input_scale=self.input_scale,
                 )
 
 
@@ -110,7 +127,7 @@ class SplitProjection(Module):
         members: each role's projection, in row order.
     """
 
-    def __init__(self, members: Mapping[Role, Projection]) -> None:
+    def __init__(self, members: Mapping[Role, Projection | ThetaProjection]) -> None:
         super().__init__()
         self.rows = tuple(rows for member in members.values() for rows in member.rows)
         self._members = list(members.values())
@@ -122,31 +139,41 @@ class SplitProjection(Module):
         return ops.concat([member(x) for member in self._members], axis=-1)
 
 
-GroupProjection = Projection | SplitProjection
+GroupProjection = Projection | SplitProjection | ThetaProjection
 
 
 def layer_projections(
-    shapes: DecoderShapes, layer: int, names: Collection[str], dtype: DType, device: DeviceRef
+    shapes: DecoderShapes,
+    layer: int,
+    tensors: Mapping[str, WeightData],
+    dtype: DType,
+    device: DeviceRef,
 ) -> dict[str, GroupProjection]:
     """The projections of one layer, by the names of their modules (`qkv_proj`, `o_proj`, ...).
 
     Args:
         shapes: of the decoder.
         layer: its index.
-        names: of the loaded tensors.
+        tensors: the loaded tensors, by name.
         dtype: of activations and unquantized weights.
         device: where the layer runs.
     """
     of_role = shapes.layers[layer].projections
 
-    def fused(module: str, *roles: Role) -> Projection:
+    def fused(module: str, *roles: Role) -> Projection | ThetaProjection:
+        rows = [of_role[role][0] for role in roles]
+        storage = Storage.of(tensors, module, roles)
+        if storage is Storage.THETA:
+            return ThetaProjection(
+                module=module, rows=rows, tensors=tensors, dtype=dtype, device=device
+            )
         return Projection(
             roles=roles,
-            rows=[of_role[role][0] for role in roles],
+            rows=rows,
             columns=of_role[roles[0]][1],
             dtype=dtype,
             device=device,
-            storage=Storage.of(names, module, roles),
+            storage=storage,
         )
 
     projections: dict[str, GroupProjection] = {}
@@ -154,7 +181,7 @@ def layer_projections(
         module = group_module(layer, roles)
         projections[module.rpartition(".")[2]] = (
             SplitProjection({role: fused(f"{module}.{role}", role) for role in roles})
-            if Storage.of(names, module, roles) is Storage.SPLIT
+            if Storage.of(tensors, module, roles) is Storage.SPLIT
             else fused(module, *roles)
         )
     return projections

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 from max.driver import is_virtual_device_mode
 from max.dtype import DType
 from max.graph.weights import WeightData
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from attnquant.checkpoint.nvfp4_layouts import StoredWeight, load_nvfp4
+from attnquant.checkpoint.nvfp4_layouts import (
+    INPUT_SCALE,
+    StoredWeight,
+    load_input_scale,
+    load_nvfp4,
+)
 from attnquant.decoder_shapes import DecoderShapes
 from attnquant.kernels.codec import encode, largest_magnitude, relative_error
 from attnquant.nn.tensors import State, from_numpy, to_numpy
-from attnquant.nvfp4.accounting import token_bytes
+from attnquant.nvfp4.accounting import BFLOAT16_BYTES, token_bytes
 from attnquant.nvfp4.coverage import LM_HEAD, Coverage
 from attnquant.nvfp4.format import NVFP4Weight, empty_parts
+from attnquant.nvfp4.profile import Profile
 from attnquant.nvfp4.report import LoadReport, ProjectionRecord
 from attnquant.projections import ProjectionKey
 from attnquant.settings import QuantScales
@@ -36,6 +44,7 @@ class Quantizer:
         shapes: of the decoder.
         scales: how block scales are chosen.
         data: the checkpoint's tensors, by name.
+        profile: what `profile` scales are searched with.
     """
 
     def __init__(
@@ -44,12 +53,15 @@ class Quantizer:
         shapes: DecoderShapes,
         scales: QuantScales,
         data: Mapping[str, WeightData],
+        profile: Profile | None = None,
     ) -> None:
         self._coverage = coverage
         self._shapes = shapes
         self._scales = scales
         self._data = data
+        self._profile = profile
         self._records: list[ProjectionRecord] = []
+        self._beside = 0
         self._start = time.monotonic()
         self._bar = tqdm(
             total=len(coverage.quantized),
@@ -71,10 +83,20 @@ class Quantizer:
         if error is None and self._records:
             print(self._report().render(), file=sys.stderr)
 
-    def group(self, module: str, parts: Mapping[ProjectionKey, StoredWeight]) -> State:
+    def group(
+        self,
+        module: str,
+        parts: Mapping[ProjectionKey, StoredWeight],
+        layers: Sequence[int] | None = None,
+    ) -> State:
         """The packed tensors of one fused group.
 
         Dense parts share one global scale; a part that the checkpoint holds in NVFP4 keeps its own.
+
+        Args:
+            module: the path that the tensors get.
+            parts: how each part is stored.
+            layers: those that share the group, if it is a block of theta bundles.
 
         Raises:
             CheckpointError: a weight or a scale is NaN or infinite; names the tensor.
@@ -84,6 +106,7 @@ class Quantizer:
             return _state(module, empty_parts([part.shape for part in parts.values()]))
         dense = [part.names[0] for part in parts.values() if not part.is_nvfp4]
         amax = max((self._largest(name) for name in dense), default=0.0)
+        importance = None if self._profile is None else self._profile.importance(module)
         packed = []
         for key, part in parts.items():
             start = time.monotonic()
@@ -91,18 +114,30 @@ class Quantizer:
             if part.is_nvfp4:
                 packed.append(load_nvfp4(part, self._array))
             else:
-                packed.append(self._encoded(part.names[0], amax))
+                packed.append(self._encoded(part.names[0], amax, importance))
                 error = relative_error(self._array(part.names[0]), packed[-1])
-            self._records.append(
-                ProjectionRecord(
-                    key=key,
-                    shape=part.shape,
-                    relative_error=error,
-                    seconds=time.monotonic() - start,
+            for layer in (key.layer,) if layers is None else layers:
+                self._records.append(
+                    ProjectionRecord(
+                        key=replace(key, layer=layer),
+                        shape=part.shape,
+                        relative_error=error,
+                        seconds=time.monotonic() - start,
+                    )
                 )
-            )
-            self._bar.update()
-        return _state(module, NVFP4Weight.stack(packed))
+                self._bar.update()
+        return _state(module, NVFP4Weight.stack(packed), self._input_scale(module, parts.values()))
+
+    def _input_scale(self, module: str, parts: Collection[StoredWeight]) -> float:
+        """The global scale of a group's input: the largest of its members', which clips nothing."""
+        stored = [load_input_scale(part, self._array) for part in parts if part.is_nvfp4]
+        if self._profile is not None:
+            stored.append(self._profile.input_scale(module))
+        return max(stored, default=INPUT_SCALE)
+
+    def beside(self, numbers: int) -> None:
+        """Counts numbers that a token reads beside the packed weights: theta corrections."""
+        self._beside += BFLOAT16_BYTES * numbers
 
     def head(self, weight: StoredWeight) -> State:
         """The packed output head."""
@@ -110,7 +145,7 @@ class Quantizer:
             return _state(LM_HEAD, empty_parts([weight.shape]))
         if weight.is_nvfp4:
             return _state(LM_HEAD, load_nvfp4(weight, self._array))
-        return _state(LM_HEAD, self._encoded(weight.names[0], None))
+        return _state(LM_HEAD, self._encoded(weight.names[0]))
 
     def _array(self, name: str) -> NDArray[Any]:
         return to_numpy(self._data[name])
@@ -118,8 +153,15 @@ class Quantizer:
     def _largest(self, name: str) -> float:
         return float(largest_magnitude(self._array(name), name=name))
 
-    def _encoded(self, name: str, amax: float | None) -> NVFP4Weight:
-        return encode(self._array(name), scales=self._scales, amax=amax, name=name)
+    def _encoded(
+        self,
+        name: str,
+        amax: float | None = None,
+        importance: NDArray[np.float32] | None = None,
+    ) -> NVFP4Weight:
+        # What no profile is of, the head, is searched for the least squared error.
+        scales: Literal["absmax", "mse"] = "absmax" if self._scales == "absmax" else "mse"
+        return encode(self._array(name), scales=scales, amax=amax, importance=importance, name=name)
 
     def _report(self) -> LoadReport:
         left = [
@@ -130,16 +172,18 @@ class Quantizer:
         return LoadReport(
             records=self._records + left,
             before=token_bytes(self._shapes).total,
-            after=token_bytes(self._shapes, self._coverage).total,
+            after=token_bytes(self._shapes, self._coverage).total + self._beside,
+            scales=self._scales,
             seconds=time.monotonic() - self._start,
         )
 
 
-def _state(module: str, packed: NVFP4Weight) -> State:
+def _state(module: str, packed: NVFP4Weight, input_scale: float = INPUT_SCALE) -> State:
     tensors = {
         "codes": (packed.codes, DType.uint8),
         "block_scales": (packed.block_scales.view("u1"), DType.uint8),
         "global_scales": (packed.global_scales, DType.float32),
+        "input_scale": (np.array([input_scale], np.float32), DType.float32),
     }
     return {
         f"{module}.{name}": from_numpy(array, dtype, f"{module}.{name}")

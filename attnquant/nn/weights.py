@@ -1,15 +1,16 @@
 """From a checkpoint's tensors to the tensors that a decoder's graph binds.
 
 Every decoder's weight adapter is this function with that decoder's configuration. Names lose their
-checkpoint prefix, every projection becomes a theta bundle and its W_eff again, and each fused group
-is stored in one of the ways that `attnquant.nn.projection` describes. At passthrough, where the
-graph's dtype is the file's, that is the mapped file's own memory. What the checkpoint has in NVFP4
-keeps its bits.
+checkpoint prefix, every projection becomes a theta bundle and, on most paths, its W_eff again, and
+each fused group is stored in one of the ways that `attnquant.nn.projection` describes. At
+passthrough, where the graph's dtype is the file's, that is the mapped file's own memory. What the
+checkpoint has in NVFP4 keeps its bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,19 +19,31 @@ from max.dtype import DType
 from max.graph.weights import WeightData, Weights
 
 from attnquant.checkpoint.nvfp4_layouts import LM_HEAD, StoredWeight
-from attnquant.checkpoint.safetensors import DTYPE_NAMES, TensorSpec
+from attnquant.checkpoint.theta_layout import StoredBundle, held_bundles
 from attnquant.checkpoint.verify import decoder_tensors
 from attnquant.decoder_shapes import DecoderShapes
+from attnquant.errors import SettingsError
+from attnquant.nn.bundles import bundle_at, bundles_of, corrections, keep, rebuild
+from attnquant.nn.config import DecoderConfig
+from attnquant.nn.profiled import LoadedDecoder
 from attnquant.nn.quantize import Quantizer
-from attnquant.nn.tensors import State, from_numpy, numpy_dtype, to_numpy
+from attnquant.nn.tensors import State, aligned, from_numpy, numpy_dtype, specs_of, to_numpy
+from attnquant.nn.theta import block_module
 from attnquant.nvfp4.coverage import coverage_of
+from attnquant.nvfp4.profile import default_scales
 from attnquant.projections import ProjectionKey, Role, fused_groups, group_module
-from attnquant.settings import Settings
-from attnquant.theta import blocks_of, decompose_decoder, effective_weight
+from attnquant.settings import PREFIX, QuantScales, Settings
+from attnquant.theta import Device, ThetaPlan, plan_of
 
 
 def decoder_weights(
-    tensors: Mapping[str, Weights], *, config: Mapping[str, Any], dtype: DType, settings: Settings
+    tensors: Mapping[str, Weights],
+    *,
+    config: Mapping[str, Any],
+    dtype: DType,
+    settings: Settings,
+    device: Device = "cpu",
+    decoder: Callable[[], DecoderConfig] | None = None,
 ) -> State:
     """Prepares a decoder's weights.
 
@@ -39,6 +52,8 @@ def decoder_weights(
         config: config.json, or the text config in it.
         dtype: the graph's dtype; unquantized tensors are converted to it.
         settings: blocks and quantization.
+        device: where the graph runs.
+        decoder: makes the decoder's configuration, which a profile needs; without it there is none.
 
     Returns:
         The graph's tensors, by their names in the graph.
@@ -49,13 +64,30 @@ def decoder_weights(
     """
     shapes = DecoderShapes.from_config(config)
     data = {name: weights.data() for name, weights in tensors.items()}
-    names, stored = decoder_tensors(_specs(data), shapes, config)
+    names, stored = decoder_tensors(specs_of(data), shapes, config)
     packed = {path for path, weight in stored.items() if weight.is_nvfp4}
     coverage = coverage_of(settings, shapes, packed)
-    rebuilt = _rebuild(data, stored, packed, shapes, dtype, settings)
+    plan = plan_of(
+        settings,
+        shapes,
+        coverage,
+        packed=packed,
+        held=held_bundles(config, stored),
+        device=device,
+    )
+    plan.log()
+    _prepare_bundles(data, stored, shapes, dtype, plan)
+    rebuilt = plan.path == "outside"
+    scales = scales_of(settings, shapes, plan)
+    profile = None
+    # Compiling for a device that is elsewhere needs the shapes only.
+    encoded = [key for key in coverage.quantized if key.module not in packed]
+    if scales == "profile" and decoder and encoded and not is_virtual_device_mode():
+        loaded = LoadedDecoder(decoder(), data, names, stored)
+        profile = loaded.profile(settings.profile_tokens)
 
     state: State = {}
-    with Quantizer(coverage, shapes, settings.quant_scales, data) as quantizer:
+    with Quantizer(coverage, shapes, scales, data, profile) as quantizer:
 
         def group(module: str, parts: Mapping[ProjectionKey, StoredWeight]) -> State:
             """Packed, dense, or member by member where the coverage splits the group."""
@@ -68,12 +100,39 @@ def decoder_weights(
             split = [group(f"{module}.{key.role}", {key: part}) for key, part in parts.items()]
             return {name: tensor for member in split for name, tensor in member.items()}
 
-        for layer, layer_shapes in enumerate(shapes.layers):
-            for roles in fused_groups(tuple(layer_shapes.projections)):
-                keys = [ProjectionKey(layer=layer, role=role) for role in roles]
-                state |= group(
-                    group_module(layer, roles), {key: stored[key.module] for key in keys}
-                )
+        def shared(modules: Sequence[str], keys: Sequence[Sequence[ProjectionKey]]) -> State:
+            """A block group's bundles: the block, which all layers share, and each one's own."""
+            answers = [coverage.is_quantized(key) for key in keys[0]]
+            if not can_fuse(answers):
+                members = [
+                    shared([f"{module}.{key.role}" for module in modules], [[k[n]] for k in keys])
+                    for n, key in enumerate(keys[0])
+                ]
+                return {name: tensor for member in members for name, tensor in member.items()}
+            layers = [own[0].layer for own in keys]
+            bundles = [[bundle_at(stored, key) for key in own] for own in keys]
+            blocks = {key: bundle.block for key, bundle in zip(keys[0], bundles[0], strict=True)}
+            block = block_module(layers, modules[0])
+            if answers[0]:
+                state = quantizer.group(block, blocks, layers)
+            else:
+                dense = [data[part.names[0]] for part in blocks.values()]
+                state = {f"{block}.weight": aligned(_converted(dense, dtype, f"{block}.weight"))}
+            for module, parts in zip(modules, bundles, strict=True):
+                own_tensors = corrections(data, module, parts, plan, dtype)
+                quantizer.beside(sum(math.prod(map(int, t.shape)) for t in own_tensors.values()))
+                state |= {name: aligned(tensor) for name, tensor in own_tensors.items()}
+            return state
+
+        for layers in plan.groups:
+            for roles in fused_groups(tuple(shapes.layers[layers[0]].projections)):
+                keys = [[ProjectionKey(layer=n, role=role) for role in roles] for n in layers]
+                modules = [group_module(layer, roles) for layer in layers]
+                if plan.in_graph and len(layers) > 1:
+                    state |= shared(modules, keys)
+                    continue
+                for module, own in zip(modules, keys, strict=True):
+                    state |= group(module, {key: stored[key.module] for key in own})
         head = StoredWeight(
             module="embed_tokens",
             shape=shapes.head,
@@ -89,42 +148,44 @@ def decoder_weights(
     return state | {name: _converted([data[source]], dtype, name) for name, source in names.items()}
 
 
-def _rebuild(
+def scales_of(settings: Settings, shapes: DecoderShapes, plan: ThetaPlan) -> QuantScales:
+    """How block scales are chosen, where the settings leave it open too.
+
+    A block that layers share has no profile of its own.
+
+    Raises:
+        SettingsError: a profile is asked for, and blocks are shared in the graph.
+    """
+    if plan.in_graph and settings.quant_scales == "profile":
+        raise SettingsError(
+            f"{PREFIX}QUANT_SCALES=profile needs each layer's own weight, and "
+            f"{PREFIX}PRECOMPUTE_OUTSIDE=0 shares blocks in the graph; set one of them differently"
+        )
+    scales = settings.quant_scales or default_scales(shapes.architecture)
+    return "mse" if scales == "profile" and plan.in_graph else scales
+
+
+def can_fuse(quantized: Sequence[bool]) -> bool:
+    """Whether one matmul can serve blocks of which these are quantized: all of them or none."""
+    return len(set(quantized)) == 1
+
+
+def _prepare_bundles(
     data: dict[str, WeightData],
-    stored: Mapping[str, StoredWeight],
-    packed: Collection[str],
+    stored: dict[str, StoredWeight],
     shapes: DecoderShapes,
     dtype: DType,
-    settings: Settings,
-) -> bool:
-    """Puts every projection's W_eff where its weight was; whether that made new arrays.
-
-    At passthrough W_eff is the weight itself.
-    """
-    blocks = blocks_of(settings, shapes, packed)
-    dense = {key: shape for key, shape in shapes.projections.items() if key.module not in packed}
-    if not dense:
-        return False
-    names = {key: stored[key.module].names[0] for key in dense}
-    bundles = decompose_decoder(
-        dense, lambda key: to_numpy(data[names[key]]), blocks=blocks, rank=settings.rank
-    )
-    # Compiling for a device that is elsewhere needs the shapes only.
-    for group in () if is_virtual_device_mode() else bundles:
-        for key, bundle in group.items():
-            if not bundle.is_passthrough:
-                weight = effective_weight(bundle, numpy_dtype(dtype))
-                data[names[key]] = from_numpy(weight, dtype, names[key])
-    return blocks != len(shapes.layers)
-
-
-def _specs(data: Mapping[str, WeightData]) -> dict[str, TensorSpec]:
-    return {
-        name: TensorSpec(
-            dtype=DTYPE_NAMES[numpy_dtype(weight.dtype)], shape=tuple(map(int, weight.shape))
-        )
-        for name, weight in data.items()
-    }
+    plan: ThetaPlan,
+) -> None:
+    """Below passthrough, puts W_eff or bundles, as the plan says, where weights or bundles were."""
+    held = any(isinstance(weight, StoredBundle) for weight in stored.values())
+    if plan.path == "weights" or (held and plan.in_graph):
+        return
+    for group in bundles_of(data, stored, shapes, plan):
+        if plan.in_graph:
+            keep(data, stored, group)
+        else:
+            rebuild(data, stored, group, dtype)
 
 
 def _dense(module: str, parts: Mapping[Role, WeightData], dtype: DType, rebuilt: bool) -> State:

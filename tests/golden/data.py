@@ -71,6 +71,8 @@ class TinyGolden:
 
     fingerprint: str
     prompts: tuple[TinyPrompt, ...]
+    image: TinyPrompt | None
+    """The prompt with images, for a checkpoint that has a vision tower."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def load_tiny(name: str) -> TinyGolden:
-    """The golden answers of `tests.tiny.gemma3.CASES[name]`."""
+    """The golden answers of `tests.tiny.cases.CASES[name]`."""
     arrays = _read(HERE / f"tiny-{name}.npz")
     prompts = []
     for length in arrays["lengths"].tolist():
@@ -120,7 +122,15 @@ def load_tiny(name: str) -> TinyGolden:
                 greedy=None if greedy is None else greedy.tolist(),
             )
         )
-    return TinyGolden(fingerprint=str(arrays["fingerprint"]), prompts=tuple(prompts))
+    image = None
+    if "image_tokens" in arrays:
+        image = TinyPrompt(
+            tokens=arrays["image_tokens"].tolist(),
+            last=arrays["image_last"],
+            every=None,
+            greedy=arrays["image_greedy"].tolist(),
+        )
+    return TinyGolden(fingerprint=str(arrays["fingerprint"]), prompts=tuple(prompts), image=image)
 
 
 def load_demo() -> DemoGolden:

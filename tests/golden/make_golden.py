@@ -1,4 +1,4 @@
-"""Makes the golden files: `python -m tests.golden.make_golden [tiny] [demo]`.
+"""Makes the golden files: `python -m tests.golden.make_golden [tiny] [demo] [CASE ...]`.
 
 Run it from the repository's root with the `parity` extra installed, and only when a case, a prompt
 or the demo checkpoint has changed on purpose.
@@ -16,12 +16,14 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from tests.golden import reference
-from tests.golden.data import EVALUATION_TEXT, HERE, TEXTS, fingerprint
-from tests.tiny import prompts, tokenizer
-from tests.tiny.gemma3 import CASES, TinyGemma3
+from tests.golden.data import EVALUATION_TEXT, HERE, TEXTS, fingerprint, relative_error
+from tests.tiny import gemma4, prompts, tokenizer
+from tests.tiny.cases import CASES
+from tests.tiny.checkpoint import TinyCheckpoint
 
 # A float32 implementation that is right to 1e-4 of the logits' norm cannot flip a larger lead.
 SMALLEST_LEAD = 5e-3
+SMALLEST_CHANGE = 1e-2
 STOP_TOKENS = {tokenizer.EOS, tokenizer.END_OF_TURN}
 
 DEMO_GREEDY_TOKENS = 64
@@ -29,11 +31,12 @@ DEMO_TOP = 64
 DEMO_VOCAB_IDS = 4096
 
 
-def tiny(case: TinyGemma3, directory: Path) -> dict[str, Any]:
+def tiny(case: TinyCheckpoint, directory: Path) -> dict[str, Any]:
     """The arrays of one tiny checkpoint's golden file; `directory` holds the checkpoint.
 
     Raises:
-        RuntimeError: a greedy continuation is a poor test: a near tie, a stop token, or monotonous.
+        RuntimeError: a greedy continuation is a poor test: a near tie, a stop token, a placeholder
+            (transformers embeds padding for one), or monotonous.
     """
     model = reference.load(directory)
     arrays: dict[str, Any] = {
@@ -41,17 +44,45 @@ def tiny(case: TinyGemma3, directory: Path) -> dict[str, Any]:
         "lengths": np.asarray(prompts.LENGTHS, np.int32),
     }
     for length in prompts.LENGTHS:
-        tokens = prompts.prompt(case.vocab, length)
+        tokens = prompts.prompt(case.ordinary_vocab, length)
         arrays[f"tokens_{length}"] = np.asarray(tokens, np.int32)
         arrays[f"last_{length}"] = reference.logits(model, tokens)[0]
         if length == prompts.ALL_POSITIONS_LENGTH:
             arrays[f"every_{length}"] = reference.logits(model, tokens, last=0)
         if length in prompts.GREEDY_LENGTHS:
             chosen, lead = reference.greedy(model, tokens, prompts.GREEDY_TOKENS)
-            if lead < SMALLEST_LEAD or STOP_TOKENS & set(chosen) or len(set(chosen)) < 4:
+            forbidden = STOP_TOKENS | case.placeholders
+            if lead < SMALLEST_LEAD or forbidden & set(chosen) or len(set(chosen)) < 4:
                 raise RuntimeError(f"{case.name}: choose another seed; {lead:.4f}, {chosen}")
             arrays[f"greedy_{length}"] = np.asarray(chosen, np.int32)
+    if isinstance(case, gemma4.TinyGemma4) and case.vision:
+        arrays |= image_arrays(case, model)
     return arrays
+
+
+def image_arrays(case: gemma4.TinyGemma4, model: Any) -> dict[str, Any]:
+    """The arrays of the prompt with images.
+
+    Raises:
+        RuntimeError: as `tiny`; or the logits would be almost the same for other images.
+    """
+    tokens = gemma4.image_prompt(case)
+    last = reference.image_logits(model, tokens, gemma4.IMAGES)
+    others = reference.image_logits(model, tokens, gemma4.IMAGES[::-1])
+    if relative_error(others, last) < SMALLEST_CHANGE:
+        raise RuntimeError(f"{case.name}: the images hardly matter; choose another seed")
+    chosen: list[int] = []
+    while len(chosen) < prompts.IMAGE_GREEDY_TOKENS:
+        logits = reference.image_logits(model, tokens + chosen, gemma4.IMAGES)
+        best = np.sort(logits)[-2:]
+        if best[1] - best[0] < SMALLEST_LEAD:
+            raise RuntimeError(f"{case.name}: choose another seed; a near tie after the images")
+        chosen.append(int(logits.argmax()))
+    return {
+        "image_tokens": np.asarray(tokens, np.int32),
+        "image_last": last,
+        "image_greedy": np.asarray(chosen, np.int32),
+    }
 
 
 def encoder(directory: Path) -> Callable[[Path], list[int]]:
@@ -99,9 +130,9 @@ def demo(directory: Path) -> dict[str, Any]:
 
 
 def main(what: list[str]) -> None:
-    """Makes the files of the named kinds, or of both."""
-    if "tiny" in what or not what:
-        for case in CASES.values():
+    """Makes the files of the named kinds and tiny cases, or all."""
+    for case in CASES.values():
+        if {"tiny", case.name} & set(what) or not what:
             with tempfile.TemporaryDirectory() as folder:
                 np.savez(HERE / f"tiny-{case.name}.npz", **tiny(case, case.write(Path(folder))))
     if "demo" in what or not what:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
+
+from tests.tiny.gemma4 import patches
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -24,6 +27,22 @@ def logits(model: Any, tokens: list[int], last: int = 1) -> NDArray[Any]:
     """Logits after each of the last positions, [last, vocab]; last=0 means every position."""
     result = model(torch.tensor([tokens]), use_cache=False, logits_to_keep=last).logits
     return np.asarray(result[0])
+
+
+@torch.inference_mode()
+def image_logits(
+    model: Any, tokens: list[int], images: Sequence[NDArray[np.uint8]]
+) -> NDArray[Any]:
+    """Logits after the last token of a prompt with images of equally many patches, [vocab]."""
+    values, positions = zip(*map(patches, images), strict=True)
+    result = model(
+        torch.tensor([tokens]),
+        pixel_values=torch.from_numpy(np.stack(values)),
+        image_position_ids=torch.from_numpy(np.stack(positions)),
+        use_cache=False,
+        logits_to_keep=1,
+    )
+    return np.asarray(result.logits[0, -1])
 
 
 @torch.inference_mode()

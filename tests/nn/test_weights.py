@@ -170,9 +170,16 @@ def test_what_is_wrong_is_named(
             Settings(rank=4), "ATTNQUANT_RANK=4 corrects shared blocks", id="rank-at-passthrough"
         ),
         pytest.param(
-            Settings(blocks=2, precompute_outside=False),
-            "ATTNQUANT_PRECOMPUTE_OUTSIDE=0 with ATTNQUANT_BLOCKS=2 is not served",
-            id="inside-the-graph",
+            Settings(blocks=2, precompute_outside=False, gemm="dense", quant="nvfp4"),
+            "ATTNQUANT_GEMM=dense rebuilds weights in the graph, where they cannot be packed",
+            id="dense-and-packed",
+        ),
+        pytest.param(
+            Settings(
+                blocks=2, precompute_outside=False, quant="nvfp4", quant_ignore=("layers.0.mlp",)
+            ),
+            "ATTNQUANT_QUANT_IGNORE names gate_proj in some of the layers 0, 1, which share one",
+            id="half-a-block",
         ),
     ],
 )

@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="needs torch: pip install -e '.[parity]'")
 from tests.golden import make_golden, reference
 from tests.golden.data import HERE, load_tiny, relative_error
 from tests.tiny import prompts
-from tests.tiny.gemma3 import CASES
+from tests.tiny.cases import CASES
 
 # Float32 on another processor or torch: sums in another order.
 SAME = 2e-5
@@ -26,7 +26,7 @@ def test_golden_file_is_what_transformers_says(name: str, tmp_path: Path) -> Non
     with np.load(HERE / f"tiny-{name}.npz") as kept:
         assert set(kept.files) == set(anew)
         for key, value in anew.items():
-            if key.startswith(("last_", "every_")):
+            if key.startswith(("last_", "every_", "image_last")):
                 assert relative_error(value, kept[key]) < SAME
             else:
                 assert np.array_equal(value, kept[key]), key
@@ -47,6 +47,14 @@ def test_golden_file_is_what_transformers_says(name: str, tmp_path: Path) -> Non
         ("linear-rope-old-config", {"rope_local_theta": 11_000.0}),
         ("untied-sharded", {"tied": True}),
         ("untied-sharded", {"final_logit_softcapping": None}),
+        ("gemma4-shared-values", {"final_logit_softcapping": 31.0}),
+        ("gemma4-shared-values", {"partial_rotary_factor": 0.5}),
+        ("gemma4-shared-values", {"sliding_window": 127}),
+        ("gemma4-shared-values", {"scalars": (0.9, 0.05, 0.31, 0.01)}),
+        ("gemma4-own-values", {"rope_theta": 450_000.0}),
+        ("gemma4-own-values", {"rope_local_theta": 22_000.0}),
+        ("gemma4-own-values", {"scalars": (0.012, 0.6, 0.2)}),
+        ("gemma4-own-values", {"rms_norm_eps": 1e-5}),
     ],
 )
 def test_golden_logits_notice(name: str, change: dict[str, Any], tmp_path: Path) -> None:

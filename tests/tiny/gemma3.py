@@ -11,49 +11,30 @@ another config. Nothing here imports torch, transformers or attnquant.
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
 
 from tests.tiny import tokenizer
-from tests.tiny.stable_random import gaussian, uniform
-
-# Standard deviation of a projection's output for an input of variance 1.
-_MAGNITUDE = {
-    "q_proj": 1.0,
-    "k_proj": 0.1,
-    "v_proj": 0.3,
-    "o_proj": 0.5,
-    "gate_proj": 1.0,
-    "up_proj": 0.3,
-    "down_proj": 0.5,
-}
-_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+from tests.tiny.checkpoint import MAGNITUDE, TinyCheckpoint
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinyGemma3:
+class TinyGemma3(TinyCheckpoint):
     """One tiny Gemma 3. Every `pattern`-th layer attends to all positions, the others to a window.
 
     MAX's CPU attention compiles for windows of 128 and 512 and head sizes of 256 and 512 only, so
     those are the sizes here; every other dimension is a multiple of 16, as NVFP4 wants it.
     """
 
-    name: str
-    seed: int = 0
     layers: int
     hidden: int
     intermediate: int
     heads: int
     kv_heads: int
     pattern: int
-    vocab: int
     head_dim: int = 256
     sliding_window: int = 128
     query_pre_attn_scalar: int = 256
@@ -62,9 +43,7 @@ class TinyGemma3:
     rope_local_theta: float = 10_000.0
     rope_linear_factor: float | None = None
     config_style: Literal["nested", "flat"] = "nested"
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
     tied: bool = True
-    shards: int = 1
     final_logit_softcapping: float | None = None
     max_position_embeddings: int = 2048
 
@@ -128,8 +107,8 @@ class TinyGemma3:
             "use_bidirectional_attention": False,
         }
 
-    def tensors(self) -> dict[str, NDArray[Any]]:
-        """Every tensor of the checkpoint by name, in its stored dtype."""
+    def values(self) -> dict[str, NDArray[np.float64]]:
+        """Every tensor of the checkpoint by name."""
         shapes = {
             "self_attn.q_proj": (self.heads * self.head_dim, self.hidden),
             "self_attn.k_proj": (self.kv_heads * self.head_dim, self.hidden),
@@ -147,74 +126,18 @@ class TinyGemma3:
             "pre_feedforward_layernorm": self.hidden,
             "post_feedforward_layernorm": self.hidden,
         }
-        values = {"model.embed_tokens.weight": self._table("model.embed_tokens.weight")}
+        values = {"model.embed_tokens.weight": self.table("model.embed_tokens.weight", self.hidden)}
         for layer in range(self.layers):
             for module, shape in shapes.items():
                 name = f"model.layers.{layer}.{module}.weight"
-                values[name] = self._projection(name, shape, _MAGNITUDE[module.split(".")[1]])
+                values[name] = self.projection(name, shape, MAGNITUDE[module.split(".")[1]])
             for module, size in norms.items():
                 name = f"model.layers.{layer}.{module}.weight"
-                values[name] = self._norm(name, size)
-        values["model.norm.weight"] = self._norm("model.norm.weight", self.hidden)
+                values[name] = self.gain(name, size) - 1.0
+        values["model.norm.weight"] = self.gain("model.norm.weight", self.hidden) - 1.0
         if not self.tied:
-            values["lm_head.weight"] = self._table("lm_head.weight")
-        stored = np.dtype(ml_dtypes.bfloat16 if self.dtype == "bfloat16" else np.float32)
-        return {name: value.astype(np.float32).astype(stored) for name, value in values.items()}
-
-    def write(self, directory: Path) -> Path:
-        """Writes the checkpoint and its tokenizer into a directory, and returns the directory."""
-        directory.mkdir(parents=True, exist_ok=True)
-        tokenizer.write_tokenizer(directory, self.vocab)
-        _write_json(directory / "config.json", self.config())
-        generation = {
-            "bos_token_id": tokenizer.BOS,
-            "eos_token_id": [tokenizer.EOS, tokenizer.END_OF_TURN],
-            "pad_token_id": tokenizer.PAD,
-        }
-        _write_json(directory / "generation_config.json", generation)
-        self._write_weights(directory)
-        return directory
-
-    def _write_weights(self, directory: Path) -> None:
-        tensors = self.tensors()
-        metadata = {"format": "pt"}
-        if self.shards == 1:
-            save_file(tensors, directory / "model.safetensors", metadata)
-            return
-        # Name by name in turn: the parts of a layer, and of a fused group, lie in several shards.
-        files = [
-            f"model-{index + 1:05d}-of-{self.shards:05d}.safetensors"
-            for index in range(self.shards)
-        ]
-        weight_map = {name: files[index % self.shards] for index, name in enumerate(tensors)}
-        for file in files:
-            part = {name: tensors[name] for name in tensors if weight_map[name] == file}
-            save_file(part, directory / file, metadata)
-        total = sum(value.nbytes for value in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(directory / "model.safetensors.index.json", index)
-
-    def _projection(
-        self, name: str, shape: tuple[int, int], magnitude: float
-    ) -> NDArray[np.float64]:
-        rows = 0.5 + 1.5 * uniform(self._key(name + "/rows"), (shape[0], 1)) ** 2
-        return gaussian(self._key(name), shape) * rows * (magnitude / np.sqrt(shape[1]))
-
-    def _norm(self, name: str, size: int) -> NDArray[np.float64]:
-        gain = 0.3 + 2.7 * uniform(self._key(name), (size,)) ** 2
-        if name.split(".")[-2] in _POST_NORMS:
-            gain = gain * 3.5
-        return gain - 1.0
-
-    def _table(self, name: str) -> NDArray[np.float64]:
-        return 0.2 * gaussian(self._key(name), (self.vocab, self.hidden))
-
-    def _key(self, name: str) -> str:
-        return f"{self.name}/{self.seed}/{name}"
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            values["lm_head.weight"] = self.table("lm_head.weight", self.hidden)
+        return values
 
 
 _PATTERN2 = TinyGemma3(

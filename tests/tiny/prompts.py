@@ -14,6 +14,7 @@ ALL_POSITIONS_LENGTH = 24
 # These are continued greedily; from 127 the window starts to slide while decoding.
 GREEDY_LENGTHS = (5, 127, 300)
 GREEDY_TOKENS = 32
+IMAGE_GREEDY_TOKENS = 8
 
 # For what takes text: words, punctuation, and characters that only byte tokens can spell.
 TEXTS = (

@@ -8,6 +8,7 @@ then 256 byte tokens, `▁` and the printable ASCII characters, then pieces of c
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ CHAT_TEMPLATE = """{{ bos_token }}
 """
 
 
-def _vocabulary(size: int) -> tuple[dict[str, int], list[list[str]]]:
+def _vocabulary(size: int, special: Sequence[str]) -> tuple[dict[str, int], list[list[str]]]:
     tokens = list(SPECIAL_TOKENS)
     tokens += [f"<0x{byte:02X}>" for byte in range(256)]
     tokens += ["▁", "\n", *map(chr, range(33, 127))]
@@ -71,18 +72,32 @@ def _vocabulary(size: int) -> tuple[dict[str, int], list[list[str]]]:
             if word[:end] not in tokens:
                 tokens.append(word[:end])
                 merges.append([word[: end - 1], word[end - 1]])
-    if len(tokens) > size:
-        raise ValueError(f"a tiny tokenizer needs {len(tokens)} tokens or more, not {size}")
-    tokens += [f"<unused{index}>" for index in range(size - len(tokens))]
+    needed = len(tokens) + len(special)
+    if needed > size:
+        raise ValueError(f"a tiny tokenizer needs {needed} tokens or more, not {size}")
+    tokens += [f"<unused{index}>" for index in range(size - needed)]
+    tokens += special
     return {token: index for index, token in enumerate(tokens)}, merges
 
 
-def write_tokenizer(directory: Path, vocab_size: int) -> None:
-    """Writes tokenizer.json and tokenizer_config.json, as `AutoTokenizer` reads them."""
-    vocab, merges = _vocabulary(vocab_size)
+def write_tokenizer(
+    directory: Path,
+    vocab_size: int,
+    special: Sequence[str] = (),
+    chat_template: str = CHAT_TEMPLATE,
+) -> None:
+    """Writes tokenizer.json and tokenizer_config.json, as `AutoTokenizer` reads them.
+
+    Args:
+        directory: where to.
+        vocab_size: how many tokens there are.
+        special: more special tokens; the last ids are theirs.
+        chat_template: what makes a prompt of messages.
+    """
+    vocab, merges = _vocabulary(vocab_size, special)
     added = [
         {
-            "id": index,
+            "id": vocab[token],
             "content": token,
             "single_word": False,
             "lstrip": False,
@@ -90,7 +105,7 @@ def write_tokenizer(directory: Path, vocab_size: int) -> None:
             "normalized": False,
             "special": True,
         }
-        for index, token in enumerate(SPECIAL_TOKENS)
+        for token in (*SPECIAL_TOKENS, *special)
     ]
     tokenizer: dict[str, Any] = {
         "version": "1.0",
@@ -143,7 +158,7 @@ def write_tokenizer(directory: Path, vocab_size: int) -> None:
         "add_bos_token": True,
         "add_eos_token": False,
         "bos_token": "<bos>",
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template,
         "clean_up_tokenization_spaces": False,
         "eos_token": "<eos>",
         "mask_token": "<mask>",

@@ -1,0 +1,100 @@
+"""The graphs that MAX runs against transformers' float32 logits, on tiny checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.gemma4.pipeline import Pipeline
+from tests.golden.data import TinyGolden, fingerprint, load_tiny, relative_error
+from tests.tiny.gemma4 import CASES, IMAGES
+
+# Relative, of the logits' norm.
+TOLERANCE = 1e-4
+# Of a log-probability. The logits reach the softcap of 30 and a float32 of that size is rounded
+# many times on the way: transformers in float32 is up to 8e-4 from itself in float64 here.
+LARGEST_DIFFERENCE = 3e-3
+
+
+def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    wide = logits.astype(np.float64)
+    return wide - np.logaddexp.reduce(wide, axis=-1, keepdims=True)
+
+
+def assert_equal(found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+    assert relative_error(found, expected) < TOLERANCE
+    difference = np.abs(log_probabilities(found) - log_probabilities(expected))
+    assert difference.max() < LARGEST_DIFFERENCE
+
+
+# A graph takes minutes to compile. The other two cases share one.
+PARAMETERS = [
+    pytest.param(name, marks=pytest.mark.slow if name == "gemma4-own-values" else ())
+    for name in CASES
+]
+
+
+@pytest.fixture(scope="module", params=PARAMETERS)
+def case(
+    request: pytest.FixtureRequest, tiny_directory: Callable[[str], Path]
+) -> Iterator[tuple[Pipeline, TinyGolden]]:
+    directory, golden = tiny_directory(request.param), load_tiny(request.param)
+    assert fingerprint(directory) == golden.fingerprint
+    yield Pipeline(directory), golden
+
+
+def test_next_token_log_probabilities_equal_transformers(case: tuple[Pipeline, TinyGolden]) -> None:
+    pipeline, golden = case
+    for prompt in golden.prompts:
+        assert_equal(pipeline.logits([prompt.tokens])[0], prompt.last)
+
+
+def test_a_batch_of_different_lengths_equals_its_members(case: tuple[Pipeline, TinyGolden]) -> None:
+    pipeline, golden = case
+    batch = pipeline.logits([prompt.tokens for prompt in golden.prompts])
+    for logits, prompt in zip(batch, golden.prompts, strict=True):
+        assert_equal(logits, prompt.last)
+
+
+def test_greedy_tokens_equal_transformers(case: tuple[Pipeline, TinyGolden]) -> None:
+    pipeline, golden = case
+    prompts = [prompt for prompt in golden.prompts if prompt.greedy is not None]
+    assert prompts
+    for prompt in prompts:
+        found = pipeline.greedy(pipeline.context(prompt.tokens), len(prompt.greedy))
+        assert found == prompt.greedy, len(prompt.tokens)
+
+
+def test_images_are_seen_as_transformers_sees_them(case: tuple[Pipeline, TinyGolden]) -> None:
+    pipeline, golden = case
+    if golden.image is None:
+        pytest.skip("this checkpoint has no vision tower")
+    prompt = golden.image
+    context = pipeline.context(prompt.tokens, IMAGES)
+    assert_equal(pipeline.step([context]).next_token_logits.to_numpy()[0], prompt.last)
+    pipeline.release([context])
+    # Another request's text beside it, and the encoder's cache, change nothing.
+    text = golden.prompts[2]
+    contexts = [pipeline.context(text.tokens), pipeline.context(prompt.tokens, IMAGES)]
+    rows = pipeline.step(contexts).next_token_logits.to_numpy()
+    assert_equal(rows[0], text.last)
+    assert_equal(rows[1], prompt.last)
+    pipeline.release(contexts)
+    # Other images at the same places are other logits.
+    swapped = pipeline.context(prompt.tokens, IMAGES[::-1])
+    others = pipeline.step([swapped]).next_token_logits.to_numpy()[0]
+    assert relative_error(others, prompt.last) > 1e-2
+    pipeline.release([swapped])
+
+
+def test_decoding_after_images_equals_transformers(case: tuple[Pipeline, TinyGolden]) -> None:
+    pipeline, golden = case
+    if golden.image is None:
+        pytest.skip("this checkpoint has no vision tower")
+    prompt = golden.image
+    found = pipeline.greedy(pipeline.context(prompt.tokens, IMAGES), len(prompt.greedy))
+    assert found == prompt.greedy
