@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent
 MODEL_COMMANDS = ("serve", "generate", "encode", "warm-cache")
 
 MODEL_OPTIONS = ("--model", "--model-path")
+DRAFT_OPTIONS = ("--draft-model", "--draft-model-path")
 
 # Where MAX writes, rather than where it is installed.
 DATA_VARIABLE = re.compile(r"MODULAR_\w*(CACHE|LOG|FILENAME|OUTPUT|DUMP|TRACE)")
@@ -141,6 +142,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if arguments and arguments[0] in MODEL_COMMANDS and not wants_help:
             preflight.check_settings(_value(arguments, MODEL_OPTIONS))
+            preflight.check_draft(_value(arguments, DRAFT_OPTIONS))
             arguments = with_demo(arguments)
             preflight.check_model(_value(arguments, MODEL_OPTIONS))
             from max.driver import accelerator_count

@@ -12,7 +12,7 @@ from attnquant.checkpoint.json_file import read_json_object
 from attnquant.checkpoint.theta_layout import held_bundles
 from attnquant.checkpoint.verify import verify_decoder
 from attnquant.decoder_shapes import DecoderShapes
-from attnquant.errors import CheckpointError, SettingsError
+from attnquant.errors import CheckpointError, SettingsError, UnsupportedError
 from attnquant.nvfp4.coverage import coverage_of
 from attnquant.settings import Settings
 from attnquant.theta import plan_of
@@ -32,6 +32,22 @@ def check_settings(model: str | None = None) -> None:
     except CheckpointError:  # what is wrong with config.json, `check_model` says
         config = {}
     Settings.read(config.get("attnquant"))
+
+
+def check_draft(draft: str | None) -> None:
+    """Refuses settings beside a drafter: MAX serves the two by an architecture of its own.
+
+    Args:
+        draft: what the user gave as `--draft-model`, if anything.
+
+    Raises:
+        UnsupportedError: both are given.
+    """
+    if draft is not None and Settings.read() != Settings():
+        raise UnsupportedError(
+            f"--draft-model {draft}: MAX serves a model with its drafter by its own architecture, "
+            "which heeds no ATTNQUANT_* variable; leave out the drafter, or unset the variables"
+        )
 
 
 def check_model(model: str | None) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from attnquant.checkpoint.export_theta import export_theta
-from attnquant.errors import CheckpointError, SettingsError
+from attnquant.errors import CheckpointError, SettingsError, UnsupportedError
 from attnquant.nvfp4.reference import encode
-from attnquant.preflight import check_model, check_settings
+from attnquant.preflight import check_draft, check_model, check_settings
 from tests.test_run_max import run
 from tests.tiny.gemma3 import CASES
 
@@ -116,3 +116,11 @@ def test_bundles_are_checked_with_the_settings(
     (target / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="found a part of a theta bundle"):
         check_model(str(target))
+
+
+def test_a_drafter_beside_settings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_draft("assistant")
+    monkeypatch.setenv("ATTNQUANT_QUANT", "nvfp4")
+    check_draft(None)
+    with pytest.raises(UnsupportedError, match="--draft-model assistant: MAX serves"):
+        check_draft("assistant")
