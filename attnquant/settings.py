@@ -92,8 +92,8 @@ class Settings:
             _switch,
             "0 or 1",
             "1 rebuilds W_eff on the host, once, at load; the graph sees plain weights. 0 keeps "
-            "bundles in the graph, each shared block once. Unset is 1, which is faster, except for "
-            "a checkpoint whose blocks are in NVFP4.",
+            "bundles in the graph, each shared block once. Unset is 1, which reads the least where "
+            "a block does not stay in a cache, except for a checkpoint whose blocks are in NVFP4.",
         ),
     )
     gemm: Gemm = field(
