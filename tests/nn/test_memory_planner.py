@@ -82,11 +82,11 @@ def loaded(config: PipelineConfig, directory: Path, case: str) -> int:
 
 
 def tower(case: str, resident: ResidentBytes) -> int:
-    """The tower's weights alone: 2 layers of width 64, heads of 64, 96 inside; in float32."""
+    """The tower's weights alone: a layer of width 64, heads of 64, 96 inside; in float32."""
     if case != TOWER:
         return 0
-    stacked = 2 * 64 * (3 * 64 + 2 * 96)
-    others = 2 * (64 * 64 + 64 * 96 + 4 * 64 + 2 * 16) + (3 * 64 + 2 * 256) * 64 + 2 * 64 + 64 * 128
+    stacked = 64 * (3 * 64 + 2 * 96)
+    others = 64 * 64 + 64 * 96 + 4 * 64 + 2 * 16 + (3 * 64 + 2 * 256) * 64 + 2 * 64 + 64 * 128
     assert resident.vision == 4 * (2 * stacked + others)
     return 4 * (stacked + others)
 
