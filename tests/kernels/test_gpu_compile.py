@@ -12,6 +12,7 @@ import sys
 import pytest
 
 PROGRAM = """
+import os
 import sys
 
 from max import driver
@@ -39,7 +40,9 @@ types = [
 with Graph("projection", input_types=types, custom_extensions=[extensions()]) as graph:
     graph.output(nvfp4_matmul(*(value.tensor for value in graph.inputs), part_rows=(600, 40)))
 InferenceSession(devices=[driver.Accelerator()]).load(graph)
-print("compiled for", architecture, kernel.name)
+print("compiled for", architecture, kernel.name, flush=True)
+# MAX 26.7 now and then aborts while such a process takes itself apart.
+os._exit(0)
 """
 
 
