@@ -6,7 +6,6 @@ on vision here and keeps the embeddings in its cache. A decoding step gets embed
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -29,11 +28,10 @@ from attnquant.gemma4.batch_processor import Gemma4BatchProcessor
 from attnquant.gemma4.gemma4 import VisionTower, build_gemma4
 from attnquant.gemma4.model_config import Gemma4Config
 from attnquant.gemma4.weight_adapters import VISION
+from attnquant.log import log
 from attnquant.nn.config import text_config
 from attnquant.nn.decoder import EMBEDDINGS_DTYPE
 from attnquant.nn.pipeline import DecoderModel
-
-_log = logging.getLogger("attnquant")
 
 _CAUSAL_IMAGES = (
     "an image's tokens attend to those before them only, as in MAX's own Gemma 4; this checkpoint "
@@ -72,7 +70,7 @@ class Gemma4Model(DecoderModel):
         specs: dict[str, GraphSpec] = super().graph_specs(model_config)
         if model_config.vision is not None:
             if text_config(self.huggingface_config).use_bidirectional_attention == "vision":
-                _log.warning(_CAUSAL_IMAGES)
+                log.warning(_CAUSAL_IMAGES)
             tower = VisionTower(model_config)
             # Tensors in a checkpoint file are aligned to their element size at most.
             tower.load_state_dict(self._vision_weights, weight_alignment=1)

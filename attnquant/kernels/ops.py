@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import logging
 from functools import cache
 from itertools import accumulate
 
@@ -15,6 +14,7 @@ from max.nn.quant_config import QuantConfig
 from max.nn.quant_ops import quantized_matmul
 
 from attnquant.kernels import extensions
+from attnquant.log import log
 from attnquant.nvfp4.format import BLOCK_SIZE
 
 MAX_PARTS = 3
@@ -25,8 +25,6 @@ MAX_PARTS = 3
 # multiples of 16 bytes, since the tensor memory accelerator moves them.
 _MAX_COLUMNS = 32
 _MAX_ROWS = 8
-
-_logger = logging.getLogger("attnquant")
 
 
 class NVFP4Kernel(enum.Enum):
@@ -72,7 +70,7 @@ class NVFP4Kernel(enum.Enum):
 
 @cache
 def _say_once(kernel: NVFP4Kernel) -> None:
-    _logger.info("NVFP4 projections run on %s", kernel.value)
+    log.info("NVFP4 projections run on %s", kernel.value)
 
 
 def nvfp4_matmul(

@@ -11,13 +11,13 @@ model's block may stay in a cache from layer to layer; then the factored path is
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from attnquant.decoder_shapes import DecoderShapes
 from attnquant.errors import SettingsError
+from attnquant.log import log
 from attnquant.nvfp4.coverage import Coverage
 from attnquant.projections import ROLES, ProjectionKey
 from attnquant.settings import Settings
@@ -35,8 +35,6 @@ GEMM_OF: Mapping[Device, tuple[Literal["dense", "factored"], str]] = {
     "cpu": ("factored", "measured: about half the time of rebuilding"),
     "gpu": ("factored", "it reads the fewest bytes of the two; no GPU was measured"),
 }
-
-_log = logging.getLogger("attnquant")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +77,7 @@ class ThetaPlan:
         """Says once what is done; at passthrough there is nothing to say."""
         if self.path != "weights":
             layers = sum(map(len, self.groups))
-            _log.info(
+            log.info(
                 "theta: %d blocks for %d layers, rank %d, %s: %s",
                 *(len(self.groups), layers, self.rank, self.path, self.reason),
             )

@@ -10,6 +10,7 @@ from max.graph import DeviceRef
 
 from attnquant.kernels import ops
 from attnquant.kernels.ops import NVFP4Kernel
+from attnquant.log import LOGGER
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_the_device_decides(
 
 def test_the_log_says_once_which(caplog: pytest.LogCaptureFixture) -> None:
     ops._say_once.cache_clear()
-    with caplog.at_level(logging.INFO, "attnquant"):
+    with caplog.at_level(logging.INFO, LOGGER):
         ops._say_once(NVFP4Kernel.CPU)
         ops._say_once(NVFP4Kernel.CPU)
     assert [record.getMessage() for record in caplog.records] == [

@@ -9,6 +9,7 @@ import pytest
 
 from attnquant.decoder_shapes import DecoderShapes
 from attnquant.errors import SettingsError
+from attnquant.log import LOGGER
 from attnquant.nvfp4.coverage import coverage_of
 from attnquant.settings import Settings
 from attnquant.theta import HeldBundles, ThetaPlan, plan_of
@@ -97,7 +98,7 @@ def test_what_cannot_be_served_is_said_in_one_line(settings: dict[str, Any], wor
 
 
 def test_the_log_says_which_path_runs(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "attnquant"):
+    with caplog.at_level(logging.INFO, LOGGER):
         plan().log()
         assert not caplog.records
         plan(blocks=12, rank=8, precompute_outside=False).log()
