@@ -28,15 +28,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-from max.driver import CPU
 from max.dtype import DType
-from max.engine import InferenceSession
-from max.graph.weights import Weights, load_weights
+from max.graph.weights import Weights
 from max.nn.transformer import ReturnLogits
-from max.pipelines import PIPELINE_REGISTRY, PipelineArgs, PipelineConfig
 from max.pipelines.context import TextContext
 from max.pipelines.context.tokens import TokenBuffer
-from max.pipelines.kv_cache.registry import load_kv_manager
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tqdm import tqdm
@@ -53,6 +49,7 @@ from attnquant.projections import BLOCK_OF_ROLE, fused_groups, group_module
 from bench.common import EVALUATION_TEXT, Run, environment, model_directory
 from bench.divergence import Quality, chunks, compare
 from bench.four_over_six import four_over_six
+from bench.pipeline import load_pipeline
 
 Scales = Literal["absmax", "four over six", "mse", "profile"]
 SCALES: tuple[Scales, ...] = get_args(Scales)
@@ -131,46 +128,21 @@ class Quantized:
 
 def load(directory: Path, change: Change | None = None) -> Logits:
     """Compiles the checkpoint's graph in float32, with every position's logits, on the CPU."""
-    config = PipelineConfig.from_args(
-        PipelineArgs.from_flat_kwargs(
-            model_path=str(directory),
-            custom_architectures=["attnquant"],
-            device_specs="cpu",
-            quantization_encoding="float32",
-            max_length=MAX_LENGTH,
-            max_batch_size=1,
-            enable_prefix_caching=False,
-        )
-    )
 
     def adapter(tensors: dict[str, Weights], *, huggingface_config: Any, **rest: Any) -> State:
         state = convert_safetensors(tensors, huggingface_config=huggingface_config, **rest)
         shapes = DecoderShapes.from_config(huggingface_config.to_dict())
         return state if change is None else change(state, shapes)
 
-    plan = PIPELINE_REGISTRY.retrieve_factory(config).memory_plan
-    session = InferenceSession(devices=[CPU()])
-    model = Gemma3Model(
-        config,
-        session,
-        [CPU()],
-        config.model.kv_cache,
-        load_weights(sorted(directory.glob("*.safetensors"))),
-        memory_plan=plan,
+    loaded = load_pipeline(
+        directory,
+        Gemma3Model,
         adapter=adapter,
         return_logits=ReturnLogits.ALL,
+        max_length=MAX_LENGTH,
         max_batch_size=1,
     )
-    cache = load_kv_manager(
-        params=model.kv_params,
-        max_batch_size=1,
-        max_seq_len=model.max_seq_len,
-        session=session,
-        available_cache_memory=plan.available_cache_memory,
-        is_di_enabled=False,
-        model_name=config.model.model_name,
-        max_num_input_tokens=None,
-    )
+    model, cache = loaded.model, loaded.cache
 
     def logits(tokens: Sequence[int]) -> NDArray[np.float32]:
         context = TextContext(max_length=MAX_LENGTH, tokens=TokenBuffer(np.array(tokens, np.int64)))

@@ -9,21 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from max import tree
-from max.driver import CPU
-from max.engine import InferenceSession
-from max.graph.weights import load_weights
 from max.nn.transformer import ReturnLogits
-from max.pipelines import PIPELINE_REGISTRY, PipelineArgs, PipelineConfig
 from max.pipelines.context import TextContext
 from max.pipelines.context.tokens import TokenBuffer
-from max.pipelines.kv_cache.registry import load_kv_manager
 from numpy.typing import NDArray
 
 from attnquant.gemma3.arch import gemma3_arch
 from attnquant.gemma3.batch_processor import Gemma3Inputs
 from attnquant.gemma3.model import Gemma3Model
 from attnquant.gemma3.weight_adapters import convert_safetensors
+from bench.pipeline import load_pipeline
+from tests.abi import assert_is_declared
 from tests.golden.data import load_tiny, relative_error
 from tests.models import MAX_LENGTH
 
@@ -55,58 +51,21 @@ class Loaded:
 def loaded(
     request: pytest.FixtureRequest, tiny_directory: Callable[[str], Path]
 ) -> Iterator[tuple[ReturnLogits, Loaded]]:
-    directory = tiny_directory(CASE)
-    config = PipelineConfig.from_args(
-        PipelineArgs.from_flat_kwargs(
-            model_path=str(directory),
-            custom_architectures=["attnquant"],
-            device_specs="cpu",
-            quantization_encoding="float32",
-            max_length=MAX_LENGTH,
-            max_batch_size=BATCH,
-            enable_prefix_caching=False,
-        )
-    )
-    plan = PIPELINE_REGISTRY.retrieve_factory(config).memory_plan
-    session = InferenceSession(devices=[CPU()])
-    model = Gemma3Model(
-        config,
-        session,
-        [CPU()],
-        config.model.kv_cache,
-        load_weights(sorted(directory.glob("*.safetensors"))),
-        memory_plan=plan,
+    pipeline = load_pipeline(
+        tiny_directory(CASE),
+        Gemma3Model,
         adapter=convert_safetensors,
         return_logits=request.param,
+        max_length=MAX_LENGTH,
         max_batch_size=BATCH,
     )
-    kv_manager = load_kv_manager(
-        params=model.kv_params,
-        max_batch_size=BATCH,
-        max_seq_len=model.max_seq_len,
-        session=session,
-        available_cache_memory=plan.available_cache_memory,
-        is_di_enabled=False,
-        model_name=config.model.model_name,
-        max_num_input_tokens=None,
-    )
-    yield request.param, Loaded(model, kv_manager)
+    yield request.param, Loaded(pipeline.model, pipeline.cache)
 
 
 def test_the_abi_is_the_graphs_declared_inputs(loaded: tuple[ReturnLogits, Loaded]) -> None:
     _, pipeline = loaded
     inputs = pipeline.inputs([[2, 5, 7], [2, 9]], return_n_logits=1)
-    declared = pipeline.model.model.input_metadata
-    assert len(inputs.buffers) == len(declared)
-    for buffer, spec in zip(inputs.buffers, declared, strict=True):
-        assert buffer.dtype == spec.dtype, spec.name
-        assert len(buffer.shape) == len(spec.shape), spec.name
-    named = tree.leaves(pipeline.model.batch_processor.input_tree)
-    assert len(named) == len(declared)
-    # Positions matter: replay refreshes captured buffers by index.
-    assert inputs.buffers[0] is inputs.tokens
-    assert inputs.buffers[1] is inputs.input_row_offsets
-    assert inputs.buffers[2] is inputs.return_n_logits
+    assert_is_declared(pipeline.model, inputs)
 
 
 def test_capture_and_overlap_are_declared() -> None:

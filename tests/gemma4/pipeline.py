@@ -13,15 +13,11 @@ from typing import Any
 
 import numpy as np
 from max.driver import CPU
-from max.engine import InferenceSession
-from max.graph.weights import load_weights
 from max.nn.transformer import ReturnLogits
-from max.pipelines import PIPELINE_REGISTRY, PipelineArgs, PipelineConfig
 from max.pipelines.architectures.gemma4.context import Gemma4Context
 from max.pipelines.architectures.gemma4.image_processor import Gemma4ImageProcessor
 from max.pipelines.context import ImageMetadata
 from max.pipelines.context.tokens import TokenBuffer
-from max.pipelines.kv_cache.registry import load_kv_manager
 from max.pipelines.lib import ModelOutputs
 from max.pipelines.lib.vision_encoder_cache import VisionEncoderCache
 from max.support.image import find_contiguous_ranges
@@ -31,6 +27,7 @@ from PIL import Image
 from attnquant.gemma4.batch_processor import Gemma4Inputs
 from attnquant.gemma4.model import Gemma4Model
 from attnquant.gemma4.weight_adapters import convert_safetensors
+from bench.pipeline import load_pipeline
 from tests.models import MAX_LENGTH
 from tests.tiny.gemma4 import PATCH, POOLING, SOFT_TOKENS
 
@@ -48,43 +45,19 @@ class Pipeline:
     def __init__(
         self, directory: Path, return_logits: ReturnLogits = ReturnLogits.LAST_TOKEN
     ) -> None:
-        config = PipelineConfig.from_args(
-            PipelineArgs.from_flat_kwargs(
-                model_path=str(directory),
-                custom_architectures=["attnquant"],
-                device_specs="cpu",
-                quantization_encoding="float32",
-                max_length=MAX_LENGTH,
-                max_batch_size=BATCH,
-                enable_prefix_caching=False,
-            )
-        )
-        plan = PIPELINE_REGISTRY.retrieve_factory(config).memory_plan
-        session = InferenceSession(devices=[CPU()])
-        self.model = Gemma4Model(
-            config,
-            session,
-            [CPU()],
-            config.model.kv_cache,
-            load_weights(sorted(directory.glob("*.safetensors"))),
-            memory_plan=plan,
+        loaded = load_pipeline(
+            directory,
+            Gemma4Model,
             adapter=convert_safetensors,
             return_logits=return_logits,
+            max_length=MAX_LENGTH,
             max_batch_size=BATCH,
         )
-        self._image_token: int = config.model.huggingface_config.image_token_id
-        self._kv = load_kv_manager(
-            params=self.model.kv_params,
-            max_batch_size=BATCH,
-            max_seq_len=self.model.max_seq_len,
-            session=session,
-            available_cache_memory=plan.available_cache_memory,
-            is_di_enabled=False,
-            model_name=config.model.model_name,
-            max_num_input_tokens=None,
-        )
+        self.model: Gemma4Model = loaded.model
+        self._kv = loaded.cache
+        self._image_token: int = loaded.config.model.huggingface_config.image_token_id
         self._images: VisionEncoderCache[Gemma4Context] = VisionEncoderCache(
-            plan=plan.vision_cache_plan, devices=[CPU()]
+            plan=loaded.plan.vision_cache_plan, devices=[CPU()]
         )
 
     def context(

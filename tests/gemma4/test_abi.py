@@ -18,6 +18,7 @@ from max.pipelines.modeling.types import BatchType, TextGenerationInputs
 
 from attnquant.gemma4.arch import gemma4_arch, gemma4_unified_arch
 from attnquant.nn import RaggedDecoder, ScaledEmbedding, TiedHead
+from tests.abi import assert_is_declared
 from tests.gemma4.pipeline import Pipeline
 from tests.golden.data import load_tiny, relative_error
 from tests.tiny.gemma4 import CASES, IMAGES, SOFT_TOKENS
@@ -36,17 +37,7 @@ def test_the_abi_is_the_graphs_declared_inputs(pipeline: Pipeline) -> None:
     text = pipeline.context(GOLDEN.prompts[1].tokens)
     for contexts in ([text], [text, image]):
         inputs = pipeline.inputs(contexts)
-        declared = pipeline.model.model.input_metadata
-        assert len(inputs.buffers) == len(declared)
-        for buffer, spec in zip(inputs.buffers, declared, strict=True):
-            assert buffer.dtype == spec.dtype, spec.name
-            assert len(buffer.shape) == len(spec.shape), spec.name
-        named = tree.leaves(pipeline.model.batch_processor.input_tree)
-        assert len(named) == len(declared)
-        # Positions matter: replay refreshes captured buffers by index.
-        assert inputs.buffers[0] is inputs.tokens
-        assert inputs.buffers[1] is inputs.input_row_offsets
-        assert inputs.buffers[2] is inputs.return_n_logits
+        assert_is_declared(pipeline.model, inputs)
         assert inputs.buffers[3] is inputs.vision_embeddings[0]
         assert inputs.buffers[4] is inputs.vision_scatter_indices[0]
     assert inputs.buffers[3].shape == (2 * SOFT_TOKENS, CASES[CASE].hidden)

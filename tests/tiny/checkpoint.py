@@ -36,11 +36,27 @@ _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 @dataclass(frozen=True, kw_only=True)
 class TinyCheckpoint:
-    """A checkpoint made from a seed; a decoder adds its sizes, its config and its tensors."""
+    """A checkpoint made from a seed; a decoder adds its own sizes, its config and its tensors.
+
+    Every `pattern`-th layer attends to all positions, the others to a window. MAX's CPU attention
+    compiles for windows of 128 and 512 and head sizes of 256 and 512 only.
+    """
 
     name: str
     seed: int = 0
     vocab: int
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    pattern: int
+    head_dim: int = 256
+    sliding_window: int = 128
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+    rope_local_theta: float = 10_000.0
+    tied: bool = True
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     shards: int = 1
 
@@ -51,6 +67,14 @@ class TinyCheckpoint:
     def values(self) -> dict[str, NDArray[np.float64]]:
         """Every tensor of the checkpoint by name."""
         raise NotImplementedError
+
+    @property
+    def layer_types(self) -> list[str]:
+        """`sliding_attention` or `full_attention`, one for each layer."""
+        return [
+            "sliding_attention" if (index + 1) % self.pattern else "full_attention"
+            for index in range(self.layers)
+        ]
 
     @property
     def chat_template(self) -> str:

@@ -9,6 +9,7 @@ keeps attention uneven without being saturated.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,39 +51,16 @@ PATCH, POOLING, SOFT_TOKENS = 8, 3, 70
 
 @dataclass(frozen=True, kw_only=True)
 class TinyGemma4(TinyCheckpoint):
-    """One tiny Gemma 4. Every `pattern`-th layer attends to all positions, the others to a window.
+    """One tiny Gemma 4."""
 
-    MAX's CPU attention compiles for windows of 128 and 512 and head sizes of 256 and 512 only.
-    """
-
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
     global_kv_heads: int | None = None
     keys_are_values: bool = True
-    pattern: int
     scalars: tuple[float, ...]
-    head_dim: int = 256
     global_head_dim: int = 512
-    sliding_window: int = 128
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 1_000_000.0
-    rope_local_theta: float = 10_000.0
     partial_rotary_factor: float = 0.25
-    tied: bool = True
     final_logit_softcapping: float | None = 30.0
     vision: bool = True
     unified: bool = False
-
-    @property
-    def layer_types(self) -> list[str]:
-        """`sliding_attention` or `full_attention`, one for each layer."""
-        return [
-            "sliding_attention" if (index + 1) % self.pattern else "full_attention"
-            for index in range(self.layers)
-        ]
 
     @property
     def chat_template(self) -> str:
@@ -310,23 +288,25 @@ def image_prompt(case: TinyGemma4) -> list[int]:
     return tokens
 
 
+_SHARED_VALUES = TinyGemma4(
+    name="gemma4-shared-values",
+    seed=2,
+    layers=4,
+    hidden=128,
+    intermediate=256,
+    heads=4,
+    kv_heads=2,
+    global_kv_heads=1,
+    pattern=2,
+    scalars=(0.9, 0.05, 0.3, 0.01),
+    vocab=640,
+    dtype="float32",
+)
+
 CASES = {
     case.name: case
     for case in (
-        TinyGemma4(
-            name="gemma4-shared-values",
-            seed=2,
-            layers=4,
-            hidden=128,
-            intermediate=256,
-            heads=4,
-            kv_heads=2,
-            global_kv_heads=1,
-            pattern=2,
-            scalars=(0.9, 0.05, 0.3, 0.01),
-            vocab=640,
-            dtype="float32",
-        ),
+        _SHARED_VALUES,
         TinyGemma4(
             name="gemma4-own-values",
             seed=9,
@@ -348,19 +328,10 @@ CASES = {
             vision=False,
         ),
         # The first one's graph, in the text-only line's clothes.
-        TinyGemma4(
+        dataclasses.replace(
+            _SHARED_VALUES,
             name="gemma4-unified",
-            seed=2,
-            layers=4,
-            hidden=128,
-            intermediate=256,
-            heads=4,
-            kv_heads=2,
-            global_kv_heads=1,
-            pattern=2,
             scalars=(0.5, 0.9, 0.02, 0.7),
-            vocab=640,
-            dtype="float32",
             vision=False,
             unified=True,
         ),
