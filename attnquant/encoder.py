@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +16,15 @@ from attnquant.checkpoint.checkpoint import Checkpoint
 from attnquant.checkpoint.nvfp4_layouts import INPUT_SCALE
 from attnquant.checkpoint.verify import decoder_tensors
 from attnquant.decoder_shapes import DecoderShapes
-from attnquant.errors import SettingsError
 from attnquant.kernels.codec import encode
 from attnquant.nvfp4.format import NVFP4Weight
-from attnquant.nvfp4.profile import SEED, SEQUENCE_TOKENS, Profile, default_scales
+from attnquant.nvfp4.profile import SEED, SEQUENCE_TOKENS, Profile, chosen_scales, search_of
 from attnquant.projections import fused_groups, group_module, parse_projection
 from attnquant.settings import QuantScales, Settings
+
+_SHARED = (
+    "--scales profile needs each layer's own weight, and --blocks shares them; give --scales mse"
+)
 
 
 class Encoder:
@@ -42,7 +45,7 @@ class Encoder:
         recipe: Mapping[str, Any],
     ) -> None:
         self.recipe = recipe
-        self._scales: Literal["absmax", "mse"] = "absmax" if scales == "absmax" else "mse"
+        self._search = search_of(scales)
         self._shapes = shapes
         self.profile = profile
 
@@ -51,7 +54,7 @@ class Encoder:
         importance: NDArray[np.float32] | None = None
         if self.profile is not None:
             importance = self.profile.importance(self._group(name))
-        return encode(weight, scales=self._scales, amax=amax, importance=importance, name=name)
+        return encode(weight, scales=self._search, amax=amax, importance=importance, name=name)
 
     def input_scale(self, name: str) -> float:
         """The global scale of a projection's input, for kernels that quantize that too."""
@@ -88,16 +91,9 @@ def encoder_of(
         SettingsError: a profile is asked for, for shared blocks.
         UnsupportedError: attnquant does not serve this architecture.
     """
-    if shared and scales == "profile":
-        raise SettingsError(
-            "--scales profile needs each layer's own weight, and --blocks shares them; give "
-            "--scales mse"
-        )
     checkpoint = Checkpoint.open(directory)
     shapes = DecoderShapes.from_config(checkpoint.config)
-    chosen = scales or default_scales(shapes.architecture)
-    if shared and chosen == "profile":
-        chosen = "mse"
+    chosen = chosen_scales(scales, shapes.architecture, _SHARED if shared else None)
     if chosen != "profile":
         return Encoder(chosen, shapes, None, {"scales": chosen})
     recipe = {"scales": chosen, "tokens": [tokens, SEQUENCE_TOKENS, SEED]}

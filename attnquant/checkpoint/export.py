@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -114,10 +114,48 @@ def export_nvfp4(
         )
     )
     ignored = _ignored_modules(checkpoint.tensors, stored, coverage)
+    return write_export(
+        checkpoint,
+        target,
+        groups,
+        coverage=coverage,
+        files=_configs(checkpoint.config, ignored),
+        recipe=recipe,
+        shard_bytes=shard_bytes,
+        progress=progress,
+    )
+
+
+def write_export(
+    checkpoint: Checkpoint,
+    target: str | os.PathLike[str],
+    groups: Sequence[TensorGroup],
+    *,
+    coverage: Coverage,
+    files: Mapping[str, Content],
+    recipe: Mapping[str, Any],
+    shard_bytes: int,
+    progress: Callable[[int], object],
+) -> ExportReport:
+    """Writes an export's tensors, with the source's other files.
+
+    Args:
+        checkpoint: the source.
+        target: the new directory.
+        groups: the export's tensors.
+        coverage: what is quantized.
+        files: the export's own configs, by name.
+        recipe: as in `export_nvfp4`.
+        shard_bytes: likewise.
+        progress: likewise.
+
+    Raises:
+        CheckpointError: the target exists or cannot be written.
+    """
     write_checkpoint(
         Path(target),
         groups,
-        files=other_files(checkpoint.directory) | _configs(checkpoint.config, ignored),
+        files={**other_files(checkpoint.directory), **files},
         recipe={**recipe, "version": attnquant.__version__, "source": identity(checkpoint)},
         shard_bytes=shard_bytes,
         progress=progress,

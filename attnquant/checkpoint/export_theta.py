@@ -12,22 +12,19 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-import attnquant
 from attnquant.checkpoint.checkpoint import CONFIG_FILE, Checkpoint
 from attnquant.checkpoint.export import (
     Encode,
     ExportReport,
     copied,
     dense_weights,
-    identity,
-    other_files,
     to_json,
+    write_export,
 )
 from attnquant.checkpoint.nvfp4_layouts import StoredWeight, modelopt_specs, modelopt_tensors
 from attnquant.checkpoint.safetensors import DTYPE_NAMES, TensorSpec
@@ -37,7 +34,7 @@ from attnquant.checkpoint.theta_layout import (
     bundle_tensors,
     theta_section,
 )
-from attnquant.checkpoint.writer import SHARD_BYTES, TensorGroup, write_checkpoint
+from attnquant.checkpoint.writer import SHARD_BYTES, TensorGroup
 from attnquant.decoder_shapes import DecoderShapes
 from attnquant.errors import SettingsError
 from attnquant.nvfp4.coverage import Coverage
@@ -98,19 +95,15 @@ def export_theta(
         HeldBundles(blocks=blocks, rank=rank, packed=quant == "nvfp4"),
         {"quant": quant, "quant_ignore": list(ignore)},
     )
-    write_checkpoint(
-        Path(target),
+    return write_export(
+        checkpoint,
+        target,
         groups,
-        files=other_files(checkpoint.directory)
-        | {CONFIG_FILE: to_json({**checkpoint.config, SECTION: section})},
-        recipe={**recipe, "version": attnquant.__version__, "source": identity(checkpoint)},
+        coverage=coverage,
+        files={CONFIG_FILE: to_json({**checkpoint.config, SECTION: section})},
+        recipe=recipe,
         shard_bytes=shard_bytes,
         progress=progress,
-    )
-    return ExportReport(
-        coverage=coverage,
-        before=sum(info.nbytes for info in checkpoint.tensors.values()),
-        after=sum(group.nbytes for group in groups),
     )
 
 

@@ -6,15 +6,15 @@ every process, which is seconds each. `extensions` does that once per version of
 
 from __future__ import annotations
 
-import os
 import subprocess
-import tempfile
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 
 from platformdirs import user_cache_path
+
+from attnquant.keep import keep
 
 EXTENSIONS = Path(__file__).parent / "mojo"
 """The Mojo sources of our operations. Pass `extensions()` to MAX, never this beside it: a process
@@ -37,11 +37,7 @@ def extensions() -> Path:
     if package.is_file():
         return package
     try:
-        package.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=package.parent) as staging:
-            made = Path(staging) / _PACKAGE
-            _precompile(made)
-            os.replace(made, package)
+        keep(package, _precompile)
     except OSError:
         return EXTENSIONS
     return package

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ from platformdirs import user_cache_path
 
 from attnquant.checkpoint.nvfp4_layouts import StoredWeight, load_nvfp4
 from attnquant.errors import CheckpointError
+from attnquant.keep import keep
 from attnquant.kernels.codec import decode
 from attnquant.nn.config import DecoderConfig
 from attnquant.nn.profile import profile_decoder
@@ -63,8 +62,8 @@ class LoadedDecoder:
             CheckpointError: a packed weight's scale is NaN or infinite; names the tensor.
         """
         device = _device(self._config)
-        directory = user_cache_path("attnquant") / "profiles"
-        path = directory / f"{self._digest(tokens, device)}.npz"
+        name = f"{self._digest(tokens, device)}.npz"
+        path = user_cache_path("attnquant") / "profiles" / name
         if path.is_file():
             try:
                 return Profile.load(path)
@@ -73,14 +72,8 @@ class LoadedDecoder:
         profile = profile_decoder(
             self._config, self._layer, self._embeddings, tokens=tokens, device=device
         )
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=directory) as staging:
-                made = Path(staging) / path.name
-                profile.save(made)
-                os.replace(made, path)
-        except OSError:
-            pass
+        with suppress(OSError):
+            keep(path, profile.save)
         return profile
 
     def _layer(self, index: int) -> State:

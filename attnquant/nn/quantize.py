@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from max.driver import is_virtual_device_mode
@@ -28,7 +28,7 @@ from attnquant.nn.tensors import State, from_numpy, to_numpy
 from attnquant.nvfp4.accounting import BFLOAT16_BYTES, token_bytes
 from attnquant.nvfp4.coverage import LM_HEAD, Coverage
 from attnquant.nvfp4.format import NVFP4Weight, empty_parts
-from attnquant.nvfp4.profile import Profile
+from attnquant.nvfp4.profile import Profile, search_of
 from attnquant.nvfp4.report import LoadReport, ProjectionRecord
 from attnquant.projections import ProjectionKey
 from attnquant.settings import QuantScales
@@ -159,9 +159,13 @@ class Quantizer:
         amax: float | None = None,
         importance: NDArray[np.float32] | None = None,
     ) -> NVFP4Weight:
-        # What no profile is of, the head, is searched for the least squared error.
-        scales: Literal["absmax", "mse"] = "absmax" if self._scales == "absmax" else "mse"
-        return encode(self._array(name), scales=scales, amax=amax, importance=importance, name=name)
+        return encode(
+            self._array(name),
+            scales=search_of(self._scales),
+            amax=amax,
+            importance=importance,
+            name=name,
+        )
 
     def _report(self) -> LoadReport:
         left = [

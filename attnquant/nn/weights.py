@@ -22,7 +22,6 @@ from attnquant.checkpoint.nvfp4_layouts import LM_HEAD, StoredWeight
 from attnquant.checkpoint.theta_layout import StoredBundle, held_bundles
 from attnquant.checkpoint.verify import decoder_tensors
 from attnquant.decoder_shapes import DecoderShapes
-from attnquant.errors import SettingsError
 from attnquant.nn.bundles import bundle_at, bundles_of, corrections, keep, rebuild
 from attnquant.nn.config import DecoderConfig
 from attnquant.nn.profiled import LoadedDecoder
@@ -30,10 +29,15 @@ from attnquant.nn.quantize import Quantizer
 from attnquant.nn.tensors import State, aligned, from_numpy, numpy_dtype, specs_of, to_numpy
 from attnquant.nn.theta import block_module
 from attnquant.nvfp4.coverage import coverage_of
-from attnquant.nvfp4.profile import default_scales
+from attnquant.nvfp4.profile import chosen_scales
 from attnquant.projections import ProjectionKey, Role, fused_groups, group_module
-from attnquant.settings import PREFIX, QuantScales, Settings
+from attnquant.settings import PREFIX, Settings
 from attnquant.theta import Device, ThetaPlan, plan_of
+
+_SHARED = (
+    f"{PREFIX}QUANT_SCALES=profile needs each layer's own weight, and "
+    f"{PREFIX}PRECOMPUTE_OUTSIDE=0 shares blocks in the graph; set one of them differently"
+)
 
 
 def decoder_weights(
@@ -78,7 +82,9 @@ def decoder_weights(
     plan.log()
     _prepare_bundles(data, stored, shapes, dtype, plan)
     rebuilt = plan.path == "outside"
-    scales = scales_of(settings, shapes, plan)
+    scales = chosen_scales(
+        settings.quant_scales, shapes.architecture, _SHARED if plan.in_graph else None
+    )
     profile = None
     # Compiling for a device that is elsewhere needs the shapes only.
     encoded = [key for key in coverage.quantized if key.module not in packed]
@@ -146,23 +152,6 @@ def decoder_weights(
         elif not shapes.tied:
             names["lm_head.weight"] = head.names[0]
     return state | {name: _converted([data[source]], dtype, name) for name, source in names.items()}
-
-
-def scales_of(settings: Settings, shapes: DecoderShapes, plan: ThetaPlan) -> QuantScales:
-    """How block scales are chosen, where the settings leave it open too.
-
-    A block that layers share has no profile of its own.
-
-    Raises:
-        SettingsError: a profile is asked for, and blocks are shared in the graph.
-    """
-    if plan.in_graph and settings.quant_scales == "profile":
-        raise SettingsError(
-            f"{PREFIX}QUANT_SCALES=profile needs each layer's own weight, and "
-            f"{PREFIX}PRECOMPUTE_OUTSIDE=0 shares blocks in the graph; set one of them differently"
-        )
-    scales = settings.quant_scales or default_scales(shapes.architecture)
-    return "mse" if scales == "profile" and plan.in_graph else scales
 
 
 def can_fuse(quantized: Sequence[bool]) -> bool:

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from attnquant.errors import CheckpointError
+from attnquant.errors import CheckpointError, SettingsError
 from attnquant.nvfp4.format import E2M1_MAX, E4M3_MAX
 from attnquant.settings import QuantScales
 
@@ -104,9 +104,29 @@ class Profile:
         )
 
 
-def default_scales(architecture: str) -> QuantScales:
-    """How block scales are chosen where nobody says: with a profile, if its gain was measured."""
-    return "profile" if architecture in _MEASURED else "mse"
+def chosen_scales(
+    asked: QuantScales | None, architecture: str, conflict: str | None = None
+) -> QuantScales:
+    """How block scales are chosen, where nobody says too: with a profile, if its gain was measured.
+
+    Args:
+        asked: what somebody says, if anybody does.
+        architecture: of the decoder.
+        conflict: why there is no profile, to who asks for one: blocks that layers share have none.
+
+    Raises:
+        SettingsError: a profile is asked for, and there is none.
+    """
+    if conflict is None:
+        return asked or ("profile" if architecture in _MEASURED else "mse")
+    if asked == "profile":
+        raise SettingsError(conflict)
+    return asked or "mse"
+
+
+def search_of(scales: QuantScales) -> Literal["absmax", "mse"]:
+    """What an encoder is told: a profile only says how the search for the least error counts."""
+    return "absmax" if scales == "absmax" else "mse"
 
 
 def random_tokens(count: int, vocab: int) -> list[NDArray[np.int64]]:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from attnquant import encoder
 from attnquant.encoder import encoder_of
+from attnquant.errors import SettingsError
 from attnquant.nn import profiled
 from attnquant.nvfp4.profile import Profile, random_tokens
 from tests.tiny.cases import CASES
@@ -76,7 +76,7 @@ def test_it_is_made_once(
 
 def test_shared_blocks_have_none(tiny_directory: Callable[[str], Path]) -> None:
     assert encoder_of(tiny_directory(CASE.name), None, shared=True).profile is None
-    with pytest.raises(encoder.SettingsError, match="--scales profile needs each layer's own"):
+    with pytest.raises(SettingsError, match="--scales profile needs each layer's own"):
         encoder_of(tiny_directory(CASE.name), "profile", shared=True)
 
 
