@@ -21,7 +21,15 @@ PACKAGE = Path(__file__).resolve().parents[1] / "attnquant"
 # A module may import what stands in its own row or in a row above it.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
-        {"errors", "keep", "log", "settings", "projections", "decoder_shapes", "vision_shapes"}
+        {
+            "errors",
+            "log",
+            "whole_file",
+            "settings",
+            "projections",
+            "decoder_shapes",
+            "vision_shapes",
+        }
     ),
     frozenset({"checkpoint", "theta", "nvfp4", "demo", "memory", "memory_report"}),
     frozenset({"kernels"}),

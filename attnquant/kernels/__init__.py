@@ -14,7 +14,7 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
-from attnquant.keep import keep
+from attnquant.whole_file import write_whole
 
 EXTENSIONS = Path(__file__).parent / "mojo"
 """The Mojo sources of our operations. Pass `extensions()` to MAX, never this beside it: a process
@@ -37,7 +37,7 @@ def extensions() -> Path:
     if package.is_file():
         return package
     try:
-        keep(package, _precompile)
+        write_whole(package, _precompile)
     except OSError:
         return EXTENSIONS
     return package

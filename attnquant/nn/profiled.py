@@ -15,13 +15,13 @@ from platformdirs import user_cache_path
 
 from attnquant.checkpoint.nvfp4_layouts import StoredWeight, load_nvfp4
 from attnquant.errors import CheckpointError
-from attnquant.keep import keep
 from attnquant.kernels.codec import decode
 from attnquant.nn.config import DecoderConfig
 from attnquant.nn.profile import profile_decoder
 from attnquant.nn.tensors import State, from_numpy, numpy_dtype, to_numpy
 from attnquant.nvfp4.profile import SEED, SEQUENCE_TOKENS, Profile
 from attnquant.projections import ProjectionKey, fused_groups, group_module
+from attnquant.whole_file import write_whole
 
 # Of what a profile is: another one, where the code that makes it changes.
 _VERSION = 1
@@ -73,7 +73,7 @@ class LoadedDecoder:
             self._config, self._layer, self._embeddings, tokens=tokens, device=device
         )
         with suppress(OSError):
-            keep(path, profile.save)
+            write_whole(path, profile.save)
         return profile
 
     def _layer(self, index: int) -> State:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def keep(path: Path, make: Callable[[Path], None]) -> None:
+def write_whole(path: Path, make: Callable[[Path], None]) -> None:
     """Makes a file beside its place, under its own name, and moves it there when it is whole.
 
     Args:
