@@ -91,6 +91,7 @@ class Serving:
         device_graph_capture: decoding is captured.
         enable_echo: logits of all tokens of a step are returned.
         element_bytes: of activations and unquantized weights.
+        table_bytes: of an element of an unquantized embedding or head.
         cache_bytes: of one element of the cache.
     """
 
@@ -102,6 +103,7 @@ class Serving:
     device_graph_capture: bool = True
     enable_echo: bool = False
     element_bytes: int = BFLOAT16_BYTES
+    table_bytes: int = BFLOAT16_BYTES
     cache_bytes: int = BFLOAT16_BYTES
 
 
@@ -321,7 +323,10 @@ class MemoryPlan:
 
     @cached_property
     def _decoder_bytes(self) -> int:
-        return weight_bytes(self.shapes, self.coverage, self.serving.element_bytes).total
+        serving = self.serving
+        return weight_bytes(
+            self.shapes, self.coverage, serving.element_bytes, serving.table_bytes
+        ).total
 
     @cached_property
     def _copied_bytes(self) -> int:

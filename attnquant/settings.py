@@ -149,6 +149,16 @@ class Settings:
         ),
     )
 
+    cache_gb: int = field(
+        default=64,
+        metadata=_described(
+            _integer(0),
+            "a whole number of GB, 0 or more",
+            "What packed weights, kept in the user's cache so that the next start encodes nothing, "
+            "may take on disk, for all models together. 0 keeps none.",
+        ),
+    )
+
     @classmethod
     def read(
         cls,

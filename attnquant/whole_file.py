@@ -22,4 +22,7 @@ def write_whole(path: Path, make: Callable[[Path], None]) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as staging:
         made = Path(staging) / path.name
         make(made)
+        with open(made, "rb") as file:
+            # Lest a power cut keep the name and lose the content.
+            os.fsync(file.fileno())
         os.replace(made, path)

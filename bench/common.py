@@ -154,16 +154,18 @@ class Run:
     Args:
         name: of the command, `python -m bench.<name>`.
         description: the command's `--help`.
+        models: whether it measures a model, which `--model` names.
     """
 
-    def __init__(self, name: str, description: str | None) -> None:
+    def __init__(self, name: str, description: str | None, *, models: bool = True) -> None:
         self.name = name
         self.parser = argparse.ArgumentParser(
             prog=f"python -m bench.{name}",
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        self.parser.add_argument("--model", default="demo", help="`demo`, or a directory")
+        if models:
+            self.parser.add_argument("--model", default="demo", help="`demo`, or a directory")
         self.parser.add_argument("--json", type=Path, default=RESULTS / f"{name}.json")
         self._load_before = os.getloadavg()[0]
 

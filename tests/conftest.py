@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import hypothesis
 import pytest
 
 from tests.tiny.cases import CASES
+
+# What tests pack is kept by the tests that are about that, and not in the cache of who runs them.
+os.environ.setdefault("ATTNQUANT_CACHE_GB", "0")
 
 # The same examples every time, and no clock: two busy cores are slow now and then.
 hypothesis.settings.register_profile("attnquant", derandomize=True, deadline=None)

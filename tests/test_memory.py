@@ -68,7 +68,7 @@ def test_what_is_stacked_before_it_is_bound_lies_in_memory_once() -> None:
 
 
 def test_float32_weights_are_twice_as_large() -> None:
-    plan = dataclasses.replace(flagship("*"), serving=Serving(element_bytes=4))
+    plan = dataclasses.replace(flagship("*"), serving=Serving(element_bytes=4, table_bytes=4))
     for part in ("decoder", "copies", "rotary", "vision"):
         assert getattr(plan.weights(100), part) == 2 * getattr(flagship("*").weights(100), part)
 

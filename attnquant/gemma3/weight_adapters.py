@@ -31,4 +31,5 @@ def convert_safetensors(
         settings=Settings.read(getattr(huggingface_config, "attnquant", None)),
         device=pipeline_config.model.device_specs[0].device_type,
         decoder=partial(Gemma3Config.initialize, pipeline_config, max_seq_len=SEQUENCE_TOKENS),
+        files=pipeline_config.model.resolved_weight_paths(),
     )

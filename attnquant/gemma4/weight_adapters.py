@@ -42,6 +42,7 @@ def convert_safetensors(
         settings=Settings.read(getattr(huggingface_config, "attnquant", None)),
         device=pipeline_config.model.device_specs[0].device_type,
         decoder=partial(Gemma4Config.initialize, pipeline_config, max_seq_len=SEQUENCE_TOKENS),
+        files=pipeline_config.model.resolved_weight_paths(),
     )
     if vision_config(huggingface_config) is not None:
         weights |= _vision_weights(state_dict, dtype)

@@ -137,6 +137,36 @@ def nvfp4_matmul(
     return TensorValue(product)
 
 
+def bfloat16_matmul(x: TensorValue, weight: TensorValue) -> TensorValue:
+    """`x @ Wᵀ` on the CPU, in float32, with W as it is stored: half the bytes of a float32 copy.
+
+    Args:
+        x: float32 `[vectors, columns]`, any number of vectors.
+        weight: bfloat16 `[rows, columns]`, columns a multiple of 16.
+
+    Returns:
+        float32 `[vectors, rows]`.
+
+    Raises:
+        ValueError: the shapes or dtypes do not belong together, or it is not the CPU.
+    """
+    rows, columns = map(int, weight.shape)
+    found = (x.dtype, x.shape[1], weight.dtype, columns % BLOCK_SIZE, x.device.is_cpu())
+    if found != (DType.float32, columns, DType.bfloat16, 0, True):
+        raise ValueError(
+            f"found x {x.dtype} {x.shape} on {x.device}, weight {weight.dtype} {weight.shape}; "
+            f"expected float32 and bfloat16, equal columns, a multiple of {BLOCK_SIZE}, on the CPU"
+        )
+    (product,) = F.custom(
+        "attnquant_bfloat16_matmul",
+        device=x.device,
+        values=[x, weight],
+        out_types=[TensorType(DType.float32, (x.shape[0], rows), x.device)],
+        custom_extensions=extensions(),
+    )
+    return TensorValue(product)
+
+
 def _max_matmul(
     x: TensorValue,
     codes: TensorValue,

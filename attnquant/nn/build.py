@@ -11,12 +11,13 @@ from max.nn.layer import Module
 from max.nn.norm import RMSNorm
 from numpy.typing import NDArray
 
+from attnquant.checkpoint.verify import EMBEDDING
 from attnquant.decoder_shapes import LayerShapes
 from attnquant.memory import POSITIONS_BEYOND
 from attnquant.nn.attention import Attention
 from attnquant.nn.config import DecoderConfig
 from attnquant.nn.decoder import DecoderLayer, RaggedDecoder
-from attnquant.nn.embedding import ScaledEmbedding, TiedHead
+from attnquant.nn.embedding import Head, ScaledEmbedding, TiedHead
 from attnquant.nn.mlp import ACTIVATIONS, GatedMLP
 from attnquant.nn.projection import Projection, Storage, layer_projections
 from attnquant.nn.rotary import rotary_table
@@ -43,6 +44,7 @@ def build_decoder(
     embed_tokens = ScaledEmbedding(
         vocab=shapes.vocab,
         hidden=shapes.hidden,
+        table=weights[EMBEDDING].dtype,
         dtype=config.dtype,
         device=device,
         scale=shapes.hidden**0.5,
@@ -133,13 +135,17 @@ def _norm(config: DecoderConfig, width: int) -> RMSNorm:
 
 
 def _head(config: DecoderConfig, embed_tokens: ScaledEmbedding, weights: State) -> Module:
+    (vocab, hidden), (device,) = config.shapes.head, config.devices
+    if "lm_head.weight" in weights:
+        table = weights["lm_head.weight"].dtype
+        return Head(vocab=vocab, hidden=hidden, table=table, device=device)
     if not any(name.startswith("lm_head.") for name in weights):
         return TiedHead(embed_tokens)
     return Projection(
         roles=("lm_head",),
-        rows=(config.shapes.vocab,),
-        columns=config.shapes.hidden,
+        rows=(vocab,),
+        columns=hidden,
         dtype=config.dtype,
-        device=config.devices[0],
+        device=device,
         storage=Storage.of(weights, "lm_head", ("lm_head",)),
     )

@@ -22,7 +22,7 @@ from max.pipelines.lib.vlm_utils import merge_multimodal_embeddings
 from numpy.typing import NDArray
 
 from attnquant.nn.attention import Attention
-from attnquant.nn.embedding import ScaledEmbedding
+from attnquant.nn.embedding import TABLES, ScaledEmbedding
 from attnquant.nn.mlp import GatedMLP
 from attnquant.nn.tensors import State, from_numpy, numpy_dtype, viewed
 from attnquant.nn.theta import theta_projections, use_blocks
@@ -88,7 +88,7 @@ class RaggedDecoder(Module):
         embed_tokens: token ids to hidden states.
         layers: each layer, and its kind: the name of its cache and of its rotary table.
         norm: the final norm.
-        lm_head: hidden states to logits, a `Projection` or a `TiedHead`.
+        lm_head: hidden states to logits: a `Head`, a `TiedHead`, or a packed `Projection`.
         kv_params: the caches, by kind.
         ropes: the rotary tables (`rotary_table`), by kind.
         return_logits: the last token's, a variable number, or all.
@@ -123,7 +123,7 @@ class RaggedDecoder(Module):
         self.device = device
         self.takes_embeddings = takes_embeddings
         self._ropes = {
-            kind: Weight(f"rope.{kind}", embed_tokens.weight.dtype, table.shape, device)
+            kind: Weight(f"rope.{kind}", embed_tokens.dtype, table.shape, device)
             for kind, table in ropes.items()
         }
         self._tables = ropes
@@ -160,6 +160,15 @@ class RaggedDecoder(Module):
         }
         # Tensors in a checkpoint file are aligned to their element size at most.
         self.load_state_dict(bound | tables, weight_alignment=1)
+
+    @property
+    def calls_kernels(self) -> bool:
+        """Whether the graph calls kernels of this package: on packed weights, or on a table whose
+        dtype is not the graph's."""
+        weights = self.raw_state_dict()
+        tables = [weights[name].dtype for name in TABLES if name in weights]
+        packed = any(name.endswith(".codes") for name in weights)
+        return packed or any(dtype != self.embed_tokens.dtype for dtype in tables)
 
     def input_tree(self) -> OrderedDict[str, object]:
         """The graph's inputs, named: its leaves, in order, are the buffer ABI.

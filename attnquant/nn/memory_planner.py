@@ -13,13 +13,15 @@ from max.driver import Device, is_virtual_device_mode
 from max.pipelines.kv_cache import PagedMemoryPlanner
 from max.pipelines.lib import PipelineConfig
 
+from attnquant.checkpoint.nvfp4_layouts import LM_HEAD
 from attnquant.checkpoint.safetensors import DTYPE_NAMES, read_header
 from attnquant.checkpoint.theta_layout import held_bundles
-from attnquant.checkpoint.verify import decoder_tensors
+from attnquant.checkpoint.verify import EMBEDDING, decoder_tensors
 from attnquant.kernels.ops import NVFP4Kernel
 from attnquant.memory import MOST_REQUESTS, MemoryPlan, Serving
 from attnquant.nn.config import DecoderConfig
-from attnquant.nn.tensors import numpy_dtype
+from attnquant.nn.embedding import table_dtype
+from attnquant.nn.tensors import max_dtype, numpy_dtype
 from attnquant.nvfp4.coverage import coverage_of
 from attnquant.settings import Settings
 from attnquant.theta import plan_of
@@ -94,12 +96,13 @@ class DecoderMemoryPlanner(PagedMemoryPlanner):
         config = model.huggingface_config.to_dict()
         shapes, dtype = self._decoder.shapes, self._decoder.dtype
         settings = Settings.read(config.get("attnquant"))
+        device = model.device_specs[0].device_type
         tensors = {
             name: info
             for path in model.resolved_weight_paths()
             for name, info in read_header(path).items()
         }
-        _, stored = decoder_tensors(tensors, shapes, config)
+        names, stored = decoder_tensors(tensors, shapes, config)
         packed = {path for path, weight in stored.items() if weight.is_nvfp4}
         coverage = coverage_of(settings, shapes, packed)
         theta = plan_of(
@@ -108,7 +111,7 @@ class DecoderMemoryPlanner(PagedMemoryPlanner):
             coverage,
             packed=packed,
             held=held_bundles(config, stored),
-            device=model.device_specs[0].device_type,
+            device=device,
         )
         graph_dtype = DTYPE_NAMES[numpy_dtype(dtype)]
         dense = (weight for path, weight in stored.items() if path not in packed)
@@ -117,6 +120,11 @@ class DecoderMemoryPlanner(PagedMemoryPlanner):
             self._corrections = dtype.size_in_bytes * sum(
                 theta.rank * (rows + columns) for rows, columns in shapes.projections.values()
             )
+        tables = [names[EMBEDDING]]
+        if LM_HEAD in stored and LM_HEAD not in packed:
+            tables.append(stored[LM_HEAD].names[0])
+        stored_as = [max_dtype(tensors[name].numpy_dtype) for name in tables]
+        kept = [table_dtype(found, dtype, shapes.hidden, device) for found in stored_as]
         speculative = pipeline_config.speculative
         self._known = MemoryPlan.from_config(
             config,
@@ -138,6 +146,7 @@ class DecoderMemoryPlanner(PagedMemoryPlanner):
                 device_graph_capture=bool(runtime.device_graph_capture),
                 enable_echo=model.enable_echo,
                 element_bytes=dtype.size_in_bytes,
+                table_bytes=max(one.size_in_bytes for one in kept),
             ),
         )
         return self._known

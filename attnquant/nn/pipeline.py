@@ -88,7 +88,6 @@ class DecoderModel(
     def graph_specs(self, model_config: DecoderConfig) -> dict[str, GraphSpec]:
         """The decoder's graph and the weights that it binds."""
         decoder = self.build(model_config, self._weights_dict)
-        packed = any(name.endswith(".codes") for name in self._weights_dict)
         decoder.bind(self._weights_dict)
         self._weights_dict = {}
         return {
@@ -97,7 +96,7 @@ class DecoderModel(
                 self.graph_name,
                 self._bind_graph_inputs(decoder.input_tree()),
                 weights=decoder.state_dict(auto_initialize=False),
-                custom_extensions=[extensions()] if packed else [],
+                custom_extensions=[extensions()] if decoder.calls_kernels else [],
             )
         }
 

@@ -24,6 +24,7 @@ from attnquant.checkpoint.nvfp4_layouts import (
 )
 from attnquant.decoder_shapes import DecoderShapes
 from attnquant.kernels.codec import encode, largest_magnitude, relative_error
+from attnquant.nn.packed_cache import PackedCache
 from attnquant.nn.tensors import State, from_numpy, to_numpy
 from attnquant.nvfp4.accounting import BFLOAT16_BYTES, token_bytes
 from attnquant.nvfp4.coverage import LM_HEAD, Coverage
@@ -45,6 +46,7 @@ class Quantizer:
         scales: how block scales are chosen.
         data: the checkpoint's tensors, by name.
         profile: what `profile` scales are searched with.
+        cache: where packed weights are kept, and taken from if they are there.
     """
 
     def __init__(
@@ -54,12 +56,17 @@ class Quantizer:
         scales: QuantScales,
         data: Mapping[str, WeightData],
         profile: Profile | None = None,
+        cache: PackedCache | None = None,
     ) -> None:
         self._coverage = coverage
         self._shapes = shapes
         self._scales = scales
         self._data = data
         self._profile = profile
+        self._cache = cache
+        self._kept: State = {}
+        self._errors: dict[str, list[float | None]] = {}
+        self._encodes = False
         self._records: list[ProjectionRecord] = []
         self._beside = 0
         self._start = time.monotonic()
@@ -80,7 +87,11 @@ class Quantizer:
         traceback: TracebackType | None,
     ) -> None:
         self._bar.close()
-        if error is None and self._records:
+        if error is not None:
+            return
+        if self._cache is not None and self._encodes:
+            self._cache.keep(self._kept, self._errors)
+        if self._records:
             print(self._report().render(), file=sys.stderr)
 
     def group(
@@ -104,29 +115,40 @@ class Quantizer:
         # Compiling for a device that is elsewhere needs the shapes only.
         if is_virtual_device_mode():
             return _state(module, empty_parts([part.shape for part in parts.values()]))
-        dense = [part.names[0] for part in parts.values() if not part.is_nvfp4]
-        amax = max((self._largest(name) for name in dense), default=0.0)
-        importance = None if self._profile is None else self._profile.importance(module)
-        packed = []
-        for key, part in parts.items():
-            start = time.monotonic()
-            error = None
-            if part.is_nvfp4:
-                packed.append(load_nvfp4(part, self._array))
-            else:
-                packed.append(self._encoded(part.names[0], amax, importance))
-                error = relative_error(self._array(part.names[0]), packed[-1])
+        if self._cache is not None and self._cache.is_filled:
+            state, errors = self._cache.group(module)
+        else:
+            state, errors = self._packed(module, parts)
+            self._kept |= state
+            self._errors[module] = errors
+        for (key, part), error in zip(parts.items(), errors, strict=True):
             for layer in (key.layer,) if layers is None else layers:
                 self._records.append(
                     ProjectionRecord(
-                        key=replace(key, layer=layer),
-                        shape=part.shape,
-                        relative_error=error,
-                        seconds=time.monotonic() - start,
+                        key=replace(key, layer=layer), shape=part.shape, relative_error=error
                     )
                 )
                 self._bar.update()
-        return _state(module, NVFP4Weight.stack(packed), self._input_scale(module, parts.values()))
+        return state
+
+    def _packed(
+        self, module: str, parts: Mapping[ProjectionKey, StoredWeight]
+    ) -> tuple[State, list[float | None]]:
+        """The packed tensors, and each part's relative error; None if the file has it packed."""
+        dense = [part.names[0] for part in parts.values() if not part.is_nvfp4]
+        amax = max((self._largest(name) for name in dense), default=0.0)
+        importance = None if self._profile is None else self._profile.importance(module)
+        packed: list[NVFP4Weight] = []
+        errors: list[float | None] = []
+        for part in parts.values():
+            if part.is_nvfp4:
+                packed.append(load_nvfp4(part, self._array))
+                errors.append(None)
+            else:
+                packed.append(self._encoded(part.names[0], amax, importance))
+                errors.append(relative_error(self._array(part.names[0]), packed[-1]))
+        scale = self._input_scale(module, parts.values())
+        return _state(module, NVFP4Weight.stack(packed), scale), errors
 
     def _input_scale(self, module: str, parts: Collection[StoredWeight]) -> float:
         """The global scale of a group's input: the largest of its members', which clips nothing."""
@@ -143,9 +165,15 @@ class Quantizer:
         """The packed output head."""
         if is_virtual_device_mode():
             return _state(LM_HEAD, empty_parts([weight.shape]))
-        if weight.is_nvfp4:
-            return _state(LM_HEAD, load_nvfp4(weight, self._array))
-        return _state(LM_HEAD, self._encoded(weight.names[0]))
+        if self._cache is not None and self._cache.is_filled:
+            return self._cache.group(LM_HEAD)[0]
+        packed = (
+            load_nvfp4(weight, self._array) if weight.is_nvfp4 else self._encoded(weight.names[0])
+        )
+        state = _state(LM_HEAD, packed)
+        self._kept |= state
+        self._errors[LM_HEAD] = [None]
+        return state
 
     def _array(self, name: str) -> NDArray[Any]:
         return to_numpy(self._data[name])
@@ -159,6 +187,7 @@ class Quantizer:
         amax: float | None = None,
         importance: NDArray[np.float32] | None = None,
     ) -> NVFP4Weight:
+        self._encodes = True
         return encode(
             self._array(name),
             scales=search_of(self._scales),
@@ -178,6 +207,7 @@ class Quantizer:
             before=token_bytes(self._shapes).total,
             after=token_bytes(self._shapes, self._coverage).total + self._beside,
             scales=self._scales,
+            kept=self._cache is not None and self._cache.is_filled,
             seconds=time.monotonic() - self._start,
         )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,12 @@ from max.graph.weights import WeightData, Weights
 
 from attnquant.checkpoint.nvfp4_layouts import LM_HEAD, StoredWeight
 from attnquant.checkpoint.theta_layout import StoredBundle, held_bundles
-from attnquant.checkpoint.verify import decoder_tensors
+from attnquant.checkpoint.verify import EMBEDDING, decoder_tensors
 from attnquant.decoder_shapes import DecoderShapes
 from attnquant.nn.bundles import bundle_at, bundles_of, corrections, keep, rebuild
 from attnquant.nn.config import DecoderConfig
+from attnquant.nn.embedding import TABLES, table_dtype
+from attnquant.nn.packed_cache import PackedCache
 from attnquant.nn.profiled import LoadedDecoder
 from attnquant.nn.quantize import Quantizer
 from attnquant.nn.tensors import State, aligned, from_numpy, numpy_dtype, specs_of, to_numpy
@@ -48,6 +51,7 @@ def decoder_weights(
     settings: Settings,
     device: Device = "cpu",
     decoder: Callable[[], DecoderConfig] | None = None,
+    files: Sequence[Path] = (),
 ) -> State:
     """Prepares a decoder's weights.
 
@@ -58,6 +62,7 @@ def decoder_weights(
         settings: blocks and quantization.
         device: where the graph runs.
         decoder: makes the decoder's configuration, which a profile needs; without it there is none.
+        files: those that the tensors are in; without them, packed weights are not kept on disk.
 
     Returns:
         The graph's tensors, by their names in the graph.
@@ -85,15 +90,20 @@ def decoder_weights(
     scales = chosen_scales(
         settings.quant_scales, shapes.architecture, _SHARED if plan.in_graph else None
     )
-    profile = None
-    # Compiling for a device that is elsewhere needs the shapes only.
+    profile = cache = None
     encoded = [key for key in coverage.quantized if key.module not in packed]
-    if scales == "profile" and decoder and encoded and not is_virtual_device_mode():
+    # Compiling for a device that is elsewhere needs the shapes only.
+    real = not is_virtual_device_mode()
+    if files and encoded and real and settings.cache_gb:
+        how = (coverage, plan, scales, settings.profile_tokens, dtype, device)
+        cache = PackedCache(files, how, settings.cache_gb * 10**9)
+    filled = cache is not None and cache.is_filled
+    if scales == "profile" and decoder and encoded and real and not filled:
         loaded = LoadedDecoder(decoder(), data, names, stored)
         profile = loaded.profile(settings.profile_tokens)
 
     state: State = {}
-    with Quantizer(coverage, shapes, scales, data, profile) as quantizer:
+    with Quantizer(coverage, shapes, scales, data, profile, cache) as quantizer:
 
         def group(module: str, parts: Mapping[ProjectionKey, StoredWeight]) -> State:
             """Packed, dense, or member by member where the coverage splits the group."""
@@ -143,7 +153,7 @@ def decoder_weights(
             module="embed_tokens",
             shape=shapes.head,
             layout="dense",
-            names=(names["embed_tokens.weight"],),
+            names=(names[EMBEDDING],),
         )
         if not shapes.tied:
             head = stored[LM_HEAD]
@@ -151,7 +161,14 @@ def decoder_weights(
             state |= quantizer.head(head)
         elif not shapes.tied:
             names["lm_head.weight"] = head.names[0]
-    return state | {name: _converted([data[source]], dtype, name) for name, source in names.items()}
+
+    def in_graph(name: str, stored: DType) -> DType:
+        return table_dtype(stored, dtype, shapes.hidden, device) if name in TABLES else dtype
+
+    return state | {
+        name: _converted([data[source]], in_graph(name, data[source].dtype), name)
+        for name, source in names.items()
+    }
 
 
 def can_fuse(quantized: Sequence[bool]) -> bool:

@@ -63,6 +63,7 @@ def token_bytes(
     shapes: DecoderShapes,
     coverage: Coverage | None = None,
     element_bytes: int = BFLOAT16_BYTES,
+    table_bytes: int | None = None,
 ) -> TokenBytes:
     """Bytes that one decoded token reads.
 
@@ -70,7 +71,9 @@ def token_bytes(
         shapes: of the decoder.
         coverage: what is in NVFP4; nothing if None.
         element_bytes: of an unquantized weight.
+        table_bytes: of an element of an unquantized embedding or head; `element_bytes` if None.
     """
+    table = element_bytes if table_bytes is None else table_bytes
     of_block = {"self_attn": 0, "mlp": 0}
     for key, (out, columns) in shapes.projections.items():
         packed = coverage is not None and coverage.is_quantized(key)
@@ -81,19 +84,23 @@ def token_bytes(
     return TokenBytes(
         attention=of_block["self_attn"],
         mlp=of_block["mlp"],
-        head=packed_bytes(*shapes.head) if packed_head else _embedding(shapes, element_bytes),
+        head=packed_bytes(*shapes.head) if packed_head else _embedding(shapes, table),
         norms=element_bytes * norms,
     )
 
 
 def weight_bytes(
-    shapes: DecoderShapes, coverage: Coverage, element_bytes: int = BFLOAT16_BYTES
+    shapes: DecoderShapes,
+    coverage: Coverage,
+    element_bytes: int = BFLOAT16_BYTES,
+    table_bytes: int | None = None,
 ) -> WeightBytes:
     """Bytes of the loaded weights; arguments as those of `token_bytes`."""
+    table = element_bytes if table_bytes is None else table_bytes
     head_is_embedding = shapes.tied and not coverage.lm_head
     return WeightBytes(
-        **asdict(token_bytes(shapes, coverage, element_bytes)),
-        embedding=0 if head_is_embedding else _embedding(shapes, element_bytes),
+        **asdict(token_bytes(shapes, coverage, element_bytes, table)),
+        embedding=0 if head_is_embedding else _embedding(shapes, table),
     )
 
 

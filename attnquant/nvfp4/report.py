@@ -24,14 +24,12 @@ class ProjectionRecord:
         relative_error: L2 error relative to the weight; None if it was left as it is, or came
             quantized from the file.
         left: why it was left as it is; None if it is in NVFP4.
-        seconds: spent on encoding it.
     """
 
     key: ProjectionKey
     shape: tuple[int, int]
     relative_error: float | None = None
     left: str | None = None
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +42,7 @@ class LoadReport:
         after: bytes per token of the model as loaded.
         scales: how block scales were chosen, as the setting names it.
         seconds: from the first projection to the last, wall clock.
+        kept: the packed weights were kept by an earlier start, and none was encoded.
     """
 
     records: Sequence[ProjectionRecord]
@@ -51,6 +50,7 @@ class LoadReport:
     after: int
     scales: str
     seconds: float
+    kept: bool = False
 
     @property
     def mean_error(self) -> float | None:
@@ -85,6 +85,7 @@ class LoadReport:
         lines.append(
             f"bytes per token: {before} before, {after} after ({ratio:.2f}x); "
             f"scales: {self.scales}; {self.seconds:.1f} s"
+            + ("; packed by an earlier start" if self.kept else "")
         )
         return "\n".join(lines)
 

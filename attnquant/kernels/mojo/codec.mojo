@@ -112,7 +112,7 @@ def encode[
             var rows = Array[Values, LANES](fill=0)
             comptime for lane in range(LANES):
                 var at = min(first + lane, end - 1) * BLOCK
-                rows[lane] = _float32(weight.unsafe_load[width=BLOCK](at))
+                rows[lane] = float32(weight.unsafe_load[width=BLOCK](at))
             var magnitudes = columns_of(rows)
             var largest = Lanes(0)
             comptime for k in range(BLOCK):
@@ -149,7 +149,7 @@ def decode(
 
     def work(task: Int) {imm}:
         for block in range(task * TASK_BLOCKS, min((task + 1) * TASK_BLOCKS, blocks)):
-            values.unsafe_store(block * BLOCK, _decode_block(codes, scales, block, global_scale))
+            values.unsafe_store(block * BLOCK, decode_block(codes, scales, block, global_scale))
 
     _parallel(work, ceildiv(blocks, TASK_BLOCKS))
 
@@ -176,9 +176,9 @@ def squared_error[
         var error = SIMD[DType.float64, BLOCK](0)
         var total = SIMD[DType.float64, BLOCK](0)
         for block in range(task * TASK_BLOCKS, min((task + 1) * TASK_BLOCKS, blocks)):
-            var exact = _float32(weight.unsafe_load[width=BLOCK](block * BLOCK))
+            var exact = float32(weight.unsafe_load[width=BLOCK](block * BLOCK))
             var wide = exact.cast[DType.float64]()
-            var decoded = _decode_block(codes, scales, block, global_scale)
+            var decoded = decode_block(codes, scales, block, global_scale)
             var difference = wide - decoded.cast[DType.float64]()
             error += difference * difference
             total += wide * wide
@@ -194,11 +194,13 @@ def squared_error[
 
 
 @always_inline
-def _float32[dtype: DType](values: SIMD[dtype, BLOCK]) -> Values:
+def float32[
+    dtype: DType, width: SIMDLength, //
+](values: SIMD[dtype, width]) -> SIMD[DType.float32, width]:
     """Exact; a bfloat16 is the upper half of a float32."""
     comptime if dtype == DType.bfloat16:
-        var bits = bitcast[DType.uint16, BLOCK](values).cast[DType.uint32]()
-        return bitcast[DType.float32, BLOCK](bits << 16)
+        var bits = bitcast[DType.uint16, width](values).cast[DType.uint32]()
+        return bitcast[DType.float32, width](bits << 16)
     else:
         return values.cast[DType.float32]()
 
@@ -214,7 +216,7 @@ def _pack(scaled: Values) -> SIMD[DType.uint8, BLOCK // 2]:
 
 
 @always_inline
-def _decode_block(
+def decode_block(
     codes: Pointer[UInt8, _], scales: Pointer[UInt8, _], block: Int, global_scale: Float32
 ) -> Values:
     var packed = codes.unsafe_load[width=BLOCK // 2](block * BLOCK // 2)

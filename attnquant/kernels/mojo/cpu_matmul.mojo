@@ -1,17 +1,18 @@
-"""`x @ W.T` on a CPU, straight from packed weights: no part of W is ever made a float matrix.
+"""`x @ W.T` on a CPU, straight from packed weights: no part of W is ever stored as a float matrix.
 
-The activations are quantized first, once per call, to 15 bits per block of 16 (see `int8_dot`):
-that is 2^-15 of the block's largest magnitude, well under what bfloat16 activations cost, for half
-as many multiplications as float32 needs. They are laid out as packets, one for each register of
-codes, with even and odd columns apart, so that the codes never have to be rearranged.
+For a few rows of `x`, they are quantized first, once per call, to 15 bits per block of 16 (see
+`int8_dot`): that is 2^-15 of the block's largest magnitude, well under what bfloat16 activations
+cost, for half as many multiplications as float32 needs. They are laid out as packets, one for each
+register of codes, with even and odd columns apart, so that the codes never have to be rearranged.
 
 Each core then takes rows of W and streams them through registers, four at once for one vector of
 activations (memory is what is waited for), two for four vectors (where arithmetic is). Every
 output is summed by one core in one order: results do not depend on the number of cores, nor a row
-of `x` on its neighbours.
+of `x` on its neighbours. For many rows of `x`, see `panels`; their arithmetic is float32's.
 """
 
 from std.math import ceildiv
+from std.memory import bitcast
 from max.algorithm import sync_parallelize
 from max.runtime.asyncrt import parallelism_level
 
@@ -31,6 +32,9 @@ from .int8_dot import (
     expand,
     scale_pairs,
 )
+from .panels import MANY, panel_matmul
+from .scale_search import Values
+from .stream import ahead_of, fetch
 
 # A packet is what one register of codes meets: four planes of bytes (high even, high odd, low
 # even, low odd), the starts of its sums, and the step of each sum's block.
@@ -75,6 +79,23 @@ def matmul[
         bound1: The row of W at which the second stacked part begins.
         bound2: The row at which the third begins.
     """
+    if vectors >= MANY:
+
+        @always_inline
+        def block_of(row: Int, block: Int) {imm} -> Values:
+            var part = Int(row >= bound1) + Int(row >= bound2)
+            # As below: twice the codes' values, 2^-8 of the scale's.
+            var at = row * (columns // BLOCK) + block
+            var scale = bitcast[DType.float16](scales[unsafe_offset=at].cast[DType.uint16]() << 7)
+            var factor = scale.cast[DType.float32]() * (global_scales[unsafe_offset=part] * 128)
+            var packed = codes.unsafe_load[width = BLOCK // 2](at * (BLOCK // 2))
+            var even, odd = expand(packed & 15), expand(packed >> 4)
+            var doubled = rebind[SIMD[DType.uint8, BLOCK]](even.interleave(odd))
+            return (doubled.cast[DType.int32]() - OFFSET).cast[DType.float32]() * factor
+
+        panel_matmul(output, x, block_of, vectors, rows, columns)
+        return
+
     var packet_row = ceildiv(columns, CHUNK) * PACKET
     var scratch = List[UInt8](length=vectors * packet_row, fill=0)
     var packets = scratch.unsafe_ptr()
@@ -188,12 +209,14 @@ def _tile[
     var sums = Array[Floats, R * T](fill=0)
     var chunks, rest = divmod(columns, CHUNK)
     var packet_row = ceildiv(columns, CHUNK) * PACKET
+    var ahead = ahead_of(R * columns // 2)
 
     @always_inline
     def step(
         row_codes: Pointer[UInt8, _], row_scales: Pointer[UInt8, _], chunk: Int, r: Int
     ) {mut sums, imm}:
         var packed = row_codes.unsafe_load[width=BYTES]()
+        fetch(row_codes, ahead)
         var even = expand(packed & 15)
         var odd = expand(packed >> 4)
         var block_scales = scale_pairs(row_scales)

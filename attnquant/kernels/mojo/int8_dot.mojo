@@ -33,7 +33,7 @@ comptime MAX_ACTIVATION = 127 * HIGH
 
 
 @always_inline
-def expand(codes: Codes) -> Codes:
+def expand[width: SIMDLength, //](codes: SIMD[DType.uint8, width]) -> SIMD[DType.uint8, width]:
     """The bytes `v + 12` of codes 0 ... 15."""
     comptime table = SIMD[DType.uint8, 16](
         12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0

@@ -6,6 +6,7 @@ from extensibility import _MutableInputTensor as MutableInputTensor
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_cpu
 
+from .bfloat16_matmul import bfloat16_matmul
 from .codec import decode, encode, largest_magnitude, squared_error
 from .cpu_matmul import matmul as cpu_matmul
 from .gpu_matmul import matmul as gpu_matmul
@@ -57,6 +58,26 @@ struct NVFP4Matmul:
                 rows,
                 ctx,
             )
+
+
+@extensibility.register("attnquant_bfloat16_matmul")
+struct BFloat16Matmul:
+    """`x @ W.T` on the CPU for a weight that stays bfloat16."""
+
+    @staticmethod
+    def execute(
+        output: OutputTensor[dtype=DType.float32, rank=2, ...],
+        x: InputTensor[dtype=DType.float32, rank=2, ...],
+        weight: InputTensor[dtype=DType.bfloat16, rank=2, ...],
+    ):
+        bfloat16_matmul(
+            output.unsafe_ptr(),
+            x.unsafe_ptr(),
+            weight.unsafe_ptr(),
+            x.dim_size(0),
+            weight.dim_size(0),
+            weight.dim_size(1),
+        )
 
 
 # What `attnquant_nvfp4_codec` is asked to do, and what it is given: as in codec.py.
