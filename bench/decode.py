@@ -1,20 +1,25 @@
-"""How fast a whole model decodes, and what memory it takes: float32 beside NVFP4.
+"""How fast a whole model decodes, and what memory it takes: ours, and others with the same model.
 
-Each run is the command that a user types, `python run_max.py generate`, in a process of its own;
-the times are the ones MAX prints about it, after a warm-up in the same process, and the memory is
-the largest resident size of that process, which the operating system keeps. The prompt is the start
-of the evaluation text, as long as asked for; one sequence; greedy. The first round, in which MAX
-may have to compile, does not count.
+Each run of ours is the command that a user types, `python run_max.py generate`, in a process of its
+own; the times are the ones MAX prints about it, after a warm-up in the same process, and the memory
+is the largest resident size of that process, which the operating system keeps. The prompt is the
+start of the evaluation text, as long as asked for; one sequence; greedy. The first round, in which
+MAX may have to compile, does not count.
+
+Peers are measured in the same way (`bench.peers`), where they are installed: llama.cpp with the
+demo's own Q4_K_M file and with Q8_0 made of it, transformers with the same checkpoint. MAX's own
+Gemma does not run on a CPU.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,12 +37,23 @@ from bench.common import (
     ratio,
     show_ratio,
 )
+from bench.peers import demo_gguf
 
 BASE = "float32"
 SIDES: dict[str, dict[str, str]] = {
     BASE: {},
     "NVFP4": {"ATTNQUANT_QUANT": "nvfp4"},
     "NVFP4, head too": {"ATTNQUANT_QUANT": "nvfp4", "ATTNQUANT_QUANT_LM_HEAD": "nvfp4"},
+}
+# The module that a peer needs, and what `bench.peers` is asked for.
+PEERS: dict[str, tuple[str, Callable[[Path], list[str]]]] = {
+    "llama.cpp Q4_K_M": ("llama_cpp", lambda _: ["llama.cpp", str(demo_gguf("q4_k_m"))]),
+    "llama.cpp Q8_0": ("llama_cpp", lambda _: ["llama.cpp", str(demo_gguf("q8_0"))]),
+    "transformers float32": ("torch", lambda model: ["transformers", str(model)]),
+    "transformers bfloat16": (
+        "torch",
+        lambda model: ["transformers", str(model), "--dtype", "bfloat16"],
+    ),
 }
 MAX_LENGTH = 2048
 WARMUP_TOKENS = 8
@@ -114,9 +130,29 @@ def generate(directory: Path, prompt: str, tokens: int, variables: dict[str, str
     command += [str(part) for option in options.items() for part in option]
     # The warm-up has the same prompt, which must not come from the cache afterwards.
     command += ["--ignore-eos", "--no-enable-prefix-caching"]
-    with tempfile.TemporaryFile("w+") as log:
+    return _measured(command, variables)
+
+
+def peer(directory: Path, prompt: str, tokens: int, name: str) -> Figures:
+    """The same, by a peer."""
+    command = [sys.executable, "-m", "bench.peers", *PEERS[name][1](directory)]
+    command += ["--tokenizer", str(directory / "tokenizer.json")]
+    command += ["--max-new-tokens", str(tokens), "--num-warmups", str(WARMUP_TOKENS)]
+    return _measured(command, {}, prompt)
+
+
+def _measured(command: list[str], variables: dict[str, str], text: str = "") -> Figures:
+    with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryFile("w+") as stdin:
+        stdin.write(text)
+        stdin.seek(0)
         process = subprocess.Popen(
-            command, env=environment(**variables), stdout=subprocess.PIPE, stderr=log, text=True
+            command,
+            env=environment(**variables),
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            cwd=ROOT,
         )
         assert process.stdout is not None
         with process.stdout:
@@ -125,8 +161,17 @@ def generate(directory: Path, prompt: str, tokens: int, variables: dict[str, str
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             log.seek(0)
-            raise SystemExit(f"{log.read()}\nbench.decode: `max generate` failed, see above")
+            raise SystemExit(f"{log.read()}\nbench.decode: {command[1:3]} failed, see above")
     return parse_report(output, usage.ru_maxrss * MAXRSS_UNIT / 1e6)
+
+
+def _installed(model: str) -> list[str]:
+    """The peers that can be measured; llama.cpp has a file of the demo alone."""
+    return [
+        name
+        for name, (module, _) in PEERS.items()
+        if importlib.util.find_spec(module) and (module != "llama_cpp" or model == "demo")
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -135,7 +180,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.parser.add_argument("--rounds", type=int, default=5)
     run.parser.add_argument("--prompt-tokens", type=int, default=512)
     run.parser.add_argument("--new-tokens", type=int, default=64)
-    run.parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
+    run.parser.add_argument(
+        "--sides",
+        nargs="+",
+        choices=[*SIDES, *PEERS],
+        help="all that are installed, and for the demo only llama.cpp, unless said",
+    )
     options = run.parse(arguments)
     directory = model_directory(options.model)
     prompt = prompt_of(
@@ -143,18 +193,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         EVALUATION_TEXT.read_text(encoding="utf-8"),
         options.prompt_tokens,
     )
-    runs = alternate(
-        {
-            side: partial(generate, directory, prompt, options.new_tokens, SIDES[side])
-            for side in options.sides
-        },
-        options.rounds,
-    )
+    sides = options.sides or [*SIDES, *_installed(options.model)]
+    measures: dict[str, Callable[[], Figures]] = {
+        side: partial(generate, directory, prompt, options.new_tokens, SIDES[side])
+        if side in SIDES
+        else partial(peer, directory, prompt, options.new_tokens, side)
+        for side in sides
+    }
+    runs = alternate(measures, options.rounds)
     rate = {side: Sample.of([figures.rate for figures in runs[side]]) for side in runs}
     first = {side: Sample.of([figures.first for figures in runs[side]]) for side in runs}
     peak = {side: Sample.of([figures.peak for figures in runs[side]]) for side in runs}
 
-    base = options.sides[0]
+    base = sides[0]
     header = ("", "tokens/s", f"/ {base}", "first token ms", f"/ {base}", "peak MB", f"/ {base}")
     rows: list[tuple[str, ...]] = [header]
     ratios: dict[str, dict[str, float | None]] = {}
