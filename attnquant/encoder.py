@@ -77,6 +77,7 @@ def encoder_of(
     *,
     shared: bool = False,
     tokens: int = Settings.profile_tokens,
+    seed: int = SEED,
 ) -> Encoder:
     """The encoder of a dense checkpoint.
 
@@ -85,6 +86,7 @@ def encoder_of(
         scales: how block scales are chosen; if None, as loading it does.
         shared: what is encoded are blocks that layers share, which have no profile.
         tokens: random tokens of the profile.
+        seed: of these tokens.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -96,11 +98,11 @@ def encoder_of(
     chosen = chosen_scales(scales, shapes.architecture, _SHARED if shared else None)
     if chosen != "profile":
         return Encoder(chosen, shapes, None, {"scales": chosen})
-    recipe = {"scales": chosen, "tokens": [tokens, SEQUENCE_TOKENS, SEED]}
-    return Encoder(chosen, shapes, _profile(checkpoint, shapes, tokens), recipe)
+    recipe = {"scales": chosen, "tokens": [tokens, SEQUENCE_TOKENS, seed]}
+    return Encoder(chosen, shapes, _profile(checkpoint, shapes, tokens, seed), recipe)
 
 
-def _profile(checkpoint: Checkpoint, shapes: DecoderShapes, tokens: int) -> Profile:
+def _profile(checkpoint: Checkpoint, shapes: DecoderShapes, tokens: int, seed: int) -> Profile:
     from max.driver import accelerator_count
     from max.graph.weights import load_weights
     from max.pipelines import PipelineArgs, PipelineConfig
@@ -126,4 +128,4 @@ def _profile(checkpoint: Checkpoint, shapes: DecoderShapes, tokens: int) -> Prof
     data = {name: tensor.data() for name, tensor in weights.items()}
     names, stored = decoder_tensors(specs_of(data), shapes, checkpoint.config)
     config = arch.config.initialize(pipeline, max_seq_len=SEQUENCE_TOKENS)
-    return LoadedDecoder(config, data, names, stored).profile(tokens)
+    return LoadedDecoder(config, data, names, stored).profile(tokens, seed)

@@ -181,6 +181,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.parser.add_argument(
         "--coverages", nargs="+", choices=list(COVERAGES), default=list(COVERAGES)
     )
+    run.parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[], help="profiles of other random tokens too"
+    )
     run.parser.add_argument("--packed", action="store_true", help="the graph that is served")
     options = run.parse(arguments)
     # The settings are this command's to choose.
@@ -189,7 +192,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "absmax" not in options.scales:
         run.parser.error("--scales: expected absmax too, which the others are held against")
     directory = model_directory(options.model)
-    profile = encoder_of(directory, "profile").profile if "profile" in options.scales else None
+    names, profiles = list(options.scales), {}
+    if "profile" in names:
+        profiles["profile"] = encoder_of(directory, "profile").profile
+        for seed in options.seeds:
+            names.append(f"profile, seed {seed}")
+            profiles[names[-1]] = encoder_of(directory, "profile", seed=seed).profile
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokens = tokenizer.encode(EVALUATION_TEXT.read_text(encoding="utf-8")).ids
     pieces = chunks(tokens, options.chunk)[: options.chunks]
@@ -206,18 +214,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for factor in factors:
             models: dict[str, Logits] = {}
             gc.collect()  # The last round's models are hundreds of megabytes.
-            for scales in options.scales:
+            for scales in names:
                 change = Quantized(
-                    scales=scales,
+                    scales="profile" if scales in profiles else scales,
                     blocks=blocks,
                     factor=factor,
                     packed=options.packed,
-                    profile=profile if scales == "profile" else None,
+                    profile=profiles.get(scales),
                 )
                 models[scales] = load(directory, change)
             by_factor.append(measure(pieces, original, models))
         mean = {name: np.mean([one[name] for one in by_factor], axis=0) for name in by_factor[0]}
-        for scales in options.scales:
+        for scales in names:
             quality = Quality.of(mean[scales], mean["absmax"])
             qualities[f"{coverage}, {scales}"] = asdict(quality) | {
                 "kl_by_global_scale": [float(one[scales][0].mean()) for one in by_factor]

@@ -30,7 +30,7 @@ from attnquant.nn.config import DecoderConfig
 from attnquant.nn.decoder import DecoderLayer
 from attnquant.nn.projection import GroupProjection
 from attnquant.nn.tensors import State, from_numpy, numpy_dtype
-from attnquant.nvfp4.profile import SEQUENCE_TOKENS, Profile, random_tokens
+from attnquant.nvfp4.profile import SEED, SEQUENCE_TOKENS, Profile, random_tokens
 from attnquant.projections import fused_groups, group_module
 
 Floats = NDArray[Any]
@@ -62,6 +62,7 @@ def profile_decoder(
     *,
     tokens: int,
     device: Device,
+    seed: int = SEED,
 ) -> Profile:
     """Profiles a decoder's projections.
 
@@ -72,8 +73,9 @@ def profile_decoder(
         embeddings: token ids to what enters the first layer, `[tokens, hidden]` in `config.dtype`.
         tokens: how many random tokens, 2 or more.
         device: where to run.
+        seed: of the random tokens.
     """
-    sequences = random_tokens(tokens, config.shapes.vocab)
+    sequences = random_tokens(tokens, config.shapes.vocab, seed)
     hidden = [_buffer(embeddings(ids), config.dtype, device) for ids in sequences]
     counted = sum(len(ids) - 1 for ids in sequences)
     session = InferenceSession(devices=[device])

@@ -53,7 +53,7 @@ class LoadedDecoder:
         self._stored = stored
         self._numpy_dtype = numpy_dtype(config.dtype)
 
-    def profile(self, tokens: int) -> Profile:
+    def profile(self, tokens: int, seed: int = SEED) -> Profile:
         """The profile of so many random tokens, which is made once for a checkpoint and a device.
 
         A cache that cannot be written is no reason to fail.
@@ -62,7 +62,7 @@ class LoadedDecoder:
             CheckpointError: a packed weight's scale is NaN or infinite; names the tensor.
         """
         device = _device(self._config)
-        name = f"{self._digest(tokens, device)}.npz"
+        name = f"{self._digest(tokens, seed, device)}.npz"
         path = user_cache_path("attnquant") / "profiles" / name
         if path.is_file():
             try:
@@ -70,7 +70,12 @@ class LoadedDecoder:
             except CheckpointError:
                 path.unlink(missing_ok=True)
         profile = profile_decoder(
-            self._config, self._layer, self._embeddings, tokens=tokens, device=device
+            self._config,
+            self._layer,
+            self._embeddings,
+            tokens=tokens,
+            device=device,
+            seed=seed,
         )
         with suppress(OSError):
             write_whole(path, profile.save)
@@ -105,10 +110,10 @@ class LoadedDecoder:
         product: NDArray[Any] = rows.astype(self._numpy_dtype) * scale
         return product
 
-    def _digest(self, tokens: int, device: Device) -> str:
+    def _digest(self, tokens: int, seed: int, device: Device) -> str:
         where = device.api if device.is_host else f"{device.api}:{device.architecture_name}"
         digest = sha256(
-            repr((1, SEED, SEQUENCE_TOKENS, tokens, self._numpy_dtype.str, where)).encode()
+            repr((1, seed, SEQUENCE_TOKENS, tokens, self._numpy_dtype.str, where)).encode()
         )
         used = [*self._names.values(), *(n for one in self._stored.values() for n in one.names)]
         for name in sorted(set(used)):

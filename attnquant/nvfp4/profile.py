@@ -129,12 +129,12 @@ def search_of(scales: QuantScales) -> Literal["absmax", "mse"]:
     return "absmax" if scales == "absmax" else "mse"
 
 
-def random_tokens(count: int, vocab: int) -> list[NDArray[np.int64]]:
+def random_tokens(count: int, vocab: int, seed: int = SEED) -> list[NDArray[np.int64]]:
     """Uniformly random token ids, in sequences of `SEQUENCE_TOKENS` and a rest.
 
     NumPy promises that `RandomState` never changes what it makes of a seed.
     """
-    ids = np.random.RandomState(SEED).randint(0, vocab, count, np.int64)
+    ids = np.random.RandomState(seed).randint(0, vocab, count, np.int64)
     return np.split(ids, range(SEQUENCE_TOKENS, count, SEQUENCE_TOKENS))
 
 
