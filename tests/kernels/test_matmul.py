@@ -9,14 +9,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from max.driver import CPU, Buffer
+from max.driver import CPU, Buffer, Device
 from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType
 from numpy.typing import NDArray
 
 from attnquant.kernels import extensions
-from attnquant.kernels.ops import nvfp4_matmul
+from attnquant.kernels.ops import NVFP4Kernel, nvfp4_matmul
 from attnquant.nvfp4 import reference
 from attnquant.nvfp4.format import NVFP4Weight
 
@@ -72,16 +72,21 @@ Multiply = Callable[[dict[str, NDArray[np.float32]]], dict[str, NDArray[np.float
 
 @pytest.fixture(scope="module")
 def multiply() -> Multiply:
+    return multiplier(CPU())
+
+
+def multiplier(device: Device) -> Multiply:
     """All cases in one graph, since compiling is what takes time."""
-    cpu = DeviceRef.CPU()
+    ref = DeviceRef.from_device(device)
     types = []
     for case in CASES.values():
         rows, columns = case.weight.shape
+        kernel = NVFP4Kernel.of(ref, case.dtype, rows, columns)
         types += [
-            TensorType(case.dtype, ("vectors", case.width), cpu),
-            TensorType(DType.uint8, (rows, columns // 2), cpu),
-            TensorType(DType.uint8, (rows, columns // 16), cpu),
-            TensorType(DType.float32, (len(case.weight.part_rows),), cpu),
+            TensorType(case.dtype, ("vectors", case.width), ref),
+            TensorType(DType.uint8, (rows, columns // 2), ref),
+            TensorType(kernel.scale_dtype, (rows, columns // 16), ref),
+            TensorType(DType.float32, (len(case.weight.part_rows),), ref),
         ]
     with Graph("cases", input_types=types, custom_extensions=[extensions()]) as graph:
         values = iter([value.tensor for value in graph.inputs])
@@ -94,20 +99,23 @@ def multiply() -> Multiply:
                 nvfp4_matmul(x, next(values), next(values), next(values), case.weight.part_rows)
             )
         graph.output(*products)
-    model = InferenceSession(devices=[CPU()]).load(graph)
+    model = InferenceSession(devices=[device]).load(graph)
 
     def run(xs: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
         buffers = []
         for name, case in CASES.items():
             weight = case.weight
+            scales = Buffer.from_numpy(weight.block_scales.view(np.uint8))
             buffers += [
                 to_buffer(xs[name], case.dtype),
                 Buffer.from_numpy(weight.codes),
-                Buffer.from_numpy(weight.block_scales.view(np.uint8)),
+                scales.view(types[len(buffers) + 2].dtype, scales.shape),
                 Buffer.from_numpy(weight.global_scales),
             ]
+        products = model(*(buffer.to(device) for buffer in buffers))
         return {
-            name: from_buffer(product) for name, product in zip(CASES, model(*buffers), strict=True)
+            name: from_buffer(product.to(CPU()))
+            for name, product in zip(CASES, products, strict=True)
         }
 
     return run
