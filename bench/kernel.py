@@ -63,11 +63,11 @@ def matmuls(
         else {BFLOAT16_MAX: ([narrow], _transposed)}
     )
     codes, factor = Buffer.from_numpy(packed.codes), Buffer.from_numpy(packed.global_scales)
-    stored = {
-        **dense,
-        PACKED: ([codes, scales.view(kernel.scale_dtype, scales.shape), factor], product),
+    scales = scales.view(kernel.scale_dtype, scales.shape)
+    stored: dict[str, tuple[list[Buffer], Callable[..., TensorValue]]] = dense | {
+        PACKED: ([codes, scales, factor], product)
     }
-    sides = {}
+    sides: dict[str, tuple[int, Callable[[NDArray[np.float32]], Call]]] = {}
     for side, (buffers, body) in stored.items():
         types = [(dtype, ("vectors", columns))]
         types += [(buffer.dtype, tuple(buffer.shape)) for buffer in buffers]
