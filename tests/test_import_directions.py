@@ -29,6 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "projections",
             "decoder_shapes",
             "vision_shapes",
+            "drafter_shapes",
         }
     ),
     frozenset({"checkpoint", "theta", "nvfp4", "demo", "memory", "memory_report"}),
