@@ -19,6 +19,7 @@ from attnquant.gemma4.drafter import drafter_weights
 from attnquant.gemma4.model import Gemma4Model
 from attnquant.nn.tensors import to_numpy
 from tests.gemma4.drafting import DRAFTED, Drafting, tensors_of
+from tests.gemma4.pipeline import Pipeline
 from tests.golden.data import TinyPrompt, load_tiny
 from tests.tiny.gemma4_drafter import DRAFTERS
 
@@ -86,6 +87,28 @@ def test_as_many_are_accepted_as_are_right(pair: Drafting, prompt: TinyPrompt, r
     pair.release(contexts)
 
 
+@pytest.mark.parametrize("right", range(DRAFTED + 1))
+@pytest.mark.parametrize("prompt", CONTINUED, ids=lambda prompt: str(len(prompt.tokens)))
+def test_drafts_after_rejected_ones_are_those_after_a_prompt(
+    pair: Drafting, prompt: TinyPrompt, right: int
+) -> None:
+    """What was stored for rejected tokens is not looked at."""
+    drafts = prompt.greedy[1 : 1 + DRAFTED]
+    contexts = [pair.context(prompt.tokens)]
+    pair.step(contexts)
+    contexts[0].spec_decoding_state.draft_tokens_to_verify = [
+        *drafts[:right],
+        *[(token + 1) % 600 for token in drafts[right:]],
+    ]
+    committed, found = pair.step(contexts)
+    assert committed == [prompt.greedy[1 : right + 2]]
+    anew = [pair.context(prompt.tokens + prompt.greedy[: right + 1])]
+    committed, expected = pair.step(anew)
+    assert committed == [[prompt.greedy[right + 1]]]
+    assert found.tolist() == expected.tolist()
+    pair.release(contexts + anew)
+
+
 def test_weights_are_the_checkpoints_under_the_graphs_names(tmp_path: Path) -> None:
     case = dataclasses.replace(DRAFTERS[CASE], tied=False, dtype="bfloat16")
     shapes = DrafterShapes.from_config(case.config(), case.target.config())
@@ -141,3 +164,17 @@ def test_max_takes_our_architecture_for_the_pair() -> None:
     assert arch.weight_adapters == gemma4_arch.weight_adapters
     assert arch.supports_device_graph_capture
     assert issubclass(DraftedGemma4Model, Gemma4Model)
+
+
+@pytest.mark.slow
+def test_a_packed_target_s_greedy_tokens_are_those_without_a_drafter(
+    tiny_directory: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNQUANT_QUANT", "nvfp4")
+    alone = Pipeline(tiny_directory(CASE))
+    prompts = [prompt.tokens for prompt in CONTINUED]
+    expected = [alone.greedy(alone.context(tokens), 16) for tokens in prompts]
+    pair = Drafting(tiny_directory(CASE), DRAFTERS[CASE].write(tmp_path))
+    found = [decoded(pair, [prompt], 16)[0][:16] for prompt in CONTINUED]
+    assert found == expected
+    assert found != [prompt.greedy[:16] for prompt in CONTINUED]

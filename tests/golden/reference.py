@@ -23,8 +23,14 @@ def load(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def load_drafter(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The drafter's model, as `load`."""
-    return _loaded(Gemma4AssistantForCausalLM, directory, dtype)
+    """The drafter's model, as `load`.
+
+    A window of n tokens is n keys to the target, and n keys is what its cache keeps; but n + 1 to
+    transformers' drafter where there are as many, which is after a long prompt only.
+    """
+    model = _loaded(Gemma4AssistantForCausalLM, directory, dtype)
+    model.config.get_text_config().sliding_window -= 1
+    return model
 
 
 def _loaded(kind: Any, directory: Path, dtype: torch.dtype) -> Any:
