@@ -298,7 +298,12 @@ class RaggedDecoder(Module):
     def _block_names(self, index: int) -> list[str]:
         """The shared blocks that a layer takes, as its call takes them."""
         projections = theta_projections(self.layers[index])
-        return [weight.name for projection in projections for weight in projection.block]
+        return [
+            # Binding gives the one that is the decoder's its full name.
+            weight.name.removeprefix(self.prefix)
+            for projection in projections
+            for weight in projection.block
+        ]
 
     def _logits(self, x: TensorValue) -> TensorValue:
         logits = ops.cast(self.lm_head(x), DType.float32)

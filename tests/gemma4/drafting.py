@@ -7,15 +7,17 @@ brings the tokens that were drafted, and commits those that were accepted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from max.driver import CPU, Buffer
 from max.engine import InferenceSession
+from max.graph import Graph
 from max.graph.weights import load_weights
 from max.nn.transformer import ReturnHiddenStates, ReturnLogits
-from max.pipelines import PIPELINE_REGISTRY, PipelineArgs, PipelineConfig
+from max.pipelines import PipelineArgs, PipelineConfig
 from max.pipelines.architectures.gemma4.context import Gemma4Context
 from max.pipelines.context.tokens import TokenBuffer
 from max.pipelines.kv_cache.registry import load_kv_manager
@@ -33,6 +35,7 @@ from tests.models import MAX_LENGTH
 
 DRAFTED = 3
 BATCH = 4
+_CACHE_BYTES = 1 << 30
 
 
 def tensors_of(directory: Path) -> dict[str, Any]:
@@ -40,15 +43,23 @@ def tensors_of(directory: Path) -> dict[str, Any]:
     return dict(load_weights(sorted(directory.glob("*.safetensors"))).items())
 
 
-class Drafting:
-    """The graph, compiled for the CPU in float32.
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A target and its drafter, their weights bound, for the CPU in float32.
 
-    Args:
-        target: the target's checkpoint.
-        drafter: the drafter's.
+    Attributes:
+        graph: the module that holds both.
+        config: the target's.
+        pipeline: MAX's, of the target, and its speculative part.
     """
 
-    def __init__(self, target: Path, drafter: Path) -> None:
+    graph: DraftedGemma4
+    config: Gemma4Config
+    pipeline: PipelineConfig
+
+    @classmethod
+    def load(cls, target: Path, drafter: Path) -> Pair:
+        """Loads two checkpoints; attnquant's settings come from the environment."""
         pipeline = PipelineConfig.from_args(
             PipelineArgs.from_flat_kwargs(
                 model_path=str(target),
@@ -60,7 +71,6 @@ class Drafting:
                 enable_prefix_caching=False,
             )
         )
-        plan = PIPELINE_REGISTRY.retrieve_factory(pipeline).memory_plan
         speculative = SpeculativeConfig(speculative_method="mtp", num_speculative_tokens=DRAFTED)
         pipeline = pipeline.model_copy(update={"speculative": speculative})
         config = Gemma4Config.initialize(pipeline, max_seq_len=MAX_LENGTH)
@@ -76,11 +86,28 @@ class Drafting:
         weights |= {DRAFT + name: weight for name, weight in drafters.items()}
         graph = DraftedGemma4(config, own, weights, speculative=speculative)
         graph.bind(weights)
+        return cls(graph=graph, config=config, pipeline=pipeline)
+
+    def trace(self) -> Graph:
+        """What is compiled."""
+        kernels = [extensions()] if self.graph.calls_kernels else []
+        return self.graph.trace(*self.graph.input_types(), custom_extensions=kernels)
+
+
+class Drafting:
+    """The graph, compiled.
+
+    Args:
+        target: the target's checkpoint.
+        drafter: the drafter's.
+    """
+
+    def __init__(self, target: Path, drafter: Path) -> None:
+        pair = Pair.load(target, drafter)
+        config, pipeline = pair.config, pair.pipeline
         session = InferenceSession(devices=[CPU()])
-        kernels = [extensions()] if graph.calls_kernels else []
         self.model = session.load(
-            graph.trace(*graph.input_types(), custom_extensions=kernels),
-            weights_registry=graph.state_dict(auto_initialize=False),
+            pair.trace(), weights_registry=pair.graph.state_dict(auto_initialize=False)
         )
         self.hidden = config.shapes.hidden
         self._kv = load_kv_manager(
@@ -88,7 +115,7 @@ class Drafting:
             max_batch_size=BATCH,
             max_seq_len=MAX_LENGTH,
             session=session,
-            available_cache_memory=plan.available_cache_memory,
+            available_cache_memory=_CACHE_BYTES,
             is_di_enabled=False,
             model_name=pipeline.model.model_name,
             max_num_input_tokens=None,

@@ -18,7 +18,7 @@ from attnquant.gemma4.drafted import DraftedGemma4Model
 from attnquant.gemma4.drafter import drafter_weights
 from attnquant.gemma4.model import Gemma4Model
 from attnquant.nn.tensors import to_numpy
-from tests.gemma4.drafting import DRAFTED, Drafting, tensors_of
+from tests.gemma4.drafting import DRAFTED, Drafting, Pair, tensors_of
 from tests.gemma4.pipeline import Pipeline
 from tests.golden.data import TinyPrompt, load_tiny
 from tests.tiny.gemma4_drafter import DRAFTERS
@@ -107,6 +107,39 @@ def test_drafts_after_rejected_ones_are_those_after_a_prompt(
     assert committed == [[prompt.greedy[right + 1]]]
     assert found.tolist() == expected.tolist()
     pair.release(contexts + anew)
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights"),
+    [
+        ({"QUANT": "nvfp4"}, {"self_attn.qkv_proj.codes", "mlp.down_proj.codes"}),
+        (
+            {"QUANT": "nvfp4", "QUANT_IGNORE": "q_proj", "QUANT_LM_HEAD": "nvfp4"},
+            {"self_attn.qkv_proj.q_proj.weight", "self_attn.qkv_proj.v_proj.codes"},
+        ),
+        (
+            {"BLOCKS": "2", "RANK": "4", "PRECOMPUTE_OUTSIDE": "0"},
+            {"self_attn.o_proj.output_scales", "mlp.gate_up_proj.u"},
+        ),
+    ],
+    ids=["nvfp4", "split", "bundles"],
+)
+def test_the_target_has_every_coverage(
+    settings: dict[str, str],
+    weights: set[str],
+    tiny_directory: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in settings.items():
+        monkeypatch.setenv(f"ATTNQUANT_{name}", value)
+    pair = Pair.load(tiny_directory(CASE), DRAFTERS[CASE].write(tmp_path))
+    bound = set(pair.graph.state_dict(auto_initialize=False))
+    pair.trace()
+    assert {f"target.layers.0.{name}" for name in weights} <= bound
+    # The drafter's are as they were.
+    assert not {name for name in bound if name.startswith("draft.") and "codes" in name}
+    assert "draft.layers.0.self_attn.q_proj.weight" in bound
 
 
 def test_weights_are_the_checkpoints_under_the_graphs_names(tmp_path: Path) -> None:
