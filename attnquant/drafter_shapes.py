@@ -23,6 +23,7 @@ from attnquant.decoder_shapes import (
 from attnquant.errors import AttnquantError, CheckpointError, UnsupportedError
 
 DRAFTER = "Gemma4AssistantForCausalLM"
+_TARGET = "Gemma4ForConditionalGeneration"
 
 # What stands before the names of the weights that are not those into and out of the target.
 _PREFIX = "model."
@@ -81,9 +82,10 @@ class DrafterShapes:
         cls, config: Mapping[str, Any], target: DecoderShapes, target_text: Mapping[str, Any]
     ) -> DrafterShapes:
         names = config.get("architectures")
-        if not isinstance(names, list) or DRAFTER not in names:
+        if not isinstance(names, list) or DRAFTER not in names or target.architecture != _TARGET:
             raise UnsupportedError(
-                f"config.json: architectures is {repr(names)}; attnquant serves {DRAFTER}"
+                f"config.json: architectures is {repr(names)}, and the target is a "
+                f"{target.architecture}; attnquant serves {DRAFTER} with {_TARGET}"
             )
         if config.get("use_ordered_embeddings"):
             raise UnsupportedError(

@@ -14,6 +14,7 @@ from attnquant.errors import CheckpointError, SettingsError, UnsupportedError
 from attnquant.nvfp4.reference import encode
 from attnquant.preflight import check_draft, check_model, check_settings
 from tests.test_run_max import run
+from tests.tiny.cases import CASES as ALL_CASES
 from tests.tiny.gemma3 import CASES
 from tests.tiny.gemma4 import CASES as GEMMA4
 from tests.tiny.gemma4_drafter import DRAFTERS
@@ -166,7 +167,7 @@ def test_a_drafter_passes_beside_its_target_whatever_the_settings(
         ({"use_ordered_embeddings": True}, "use_ordered_embeddings is set"),
         (
             {"architectures": ["Gemma4ForCausalLM"]},
-            "architectures is .*; attnquant serves Gemma4As",
+            "architectures is .*; attnquant serves Gemma4A",
         ),
         (
             {"intermediate_size": 100},
@@ -183,6 +184,17 @@ def test_a_drafter_that_is_not_its_target_s_is_refused(
     change(drafter, **fields)
     with pytest.raises((CheckpointError, UnsupportedError), match="the drafter's .*" + message):
         check_draft(str(target), str(drafter), on_cpu=False)
+
+
+@pytest.mark.parametrize("case", ["gemma4-unified", "pattern2-scalar"])
+def test_a_target_that_no_drafter_is_served_with_is_named(
+    pair: tuple[Path, Path], case: str, tmp_path: Path
+) -> None:
+    target = ALL_CASES[case].write(tmp_path / "another")
+    with pytest.raises(
+        UnsupportedError, match=r"the target is a Gemma\w+; attnquant serves Gemma4A"
+    ):
+        check_draft(str(target), str(pair[1]), on_cpu=False)
 
 
 def test_a_drafter_with_a_tensor_more_is_refused(pair: tuple[Path, Path]) -> None:

@@ -25,6 +25,7 @@ from max.pipelines.lib.interfaces.batch_processor import UnifiedSpecDecodeBatchP
 from max.pipelines.lib.pipeline_variants.unified_spec_decode_model import (
     _UnifiedSpecDecodeModelMixin,
 )
+from max.pipelines.modeling.config_enums import supported_encoding_dtype
 from max.pipelines.speculative.config import SpeculativeConfig
 from max.pipelines.speculative.driver import (
     CarryDimNames,
@@ -45,6 +46,7 @@ from attnquant.gemma4.gemma4 import build_gemma4
 from attnquant.gemma4.model import Gemma4Model
 from attnquant.gemma4.model_config import Gemma4Config
 from attnquant.nn import RaggedDecoder
+from attnquant.nn.config import graph_encoding
 from attnquant.nn.decoder import EMBEDDINGS_DTYPE
 from attnquant.nn.tensors import State
 
@@ -321,11 +323,11 @@ class DraftedGemma4Model(_UnifiedSpecDecodeModelMixin, Gemma4Model):
     def _load_state_dict(self) -> dict[str, Any]:
         weights = super()._load_state_dict()
         self._drafter = DrafterConfig.initialize(self.pipeline_config)
-        config = Gemma4Config.initialize(self.pipeline_config, max_seq_len=self.max_seq_len)
-        draft = self.pipeline_config.draft_model
+        draft, target = self.pipeline_config.draft_model, self.pipeline_config.model
         assert draft is not None
         tensors: Mapping[str, Any] = dict(load_weights(draft.resolved_weight_paths()).items())
-        drafters = drafter_weights(tensors, self._drafter.shapes, config.dtype)
+        dtype = supported_encoding_dtype(graph_encoding(target))
+        drafters = drafter_weights(tensors, self._drafter.shapes, dtype)
         weights |= {DRAFT + name: weight for name, weight in drafters.items()}
         return weights
 
