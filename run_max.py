@@ -174,15 +174,17 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if arguments and arguments[0] in MODEL_COMMANDS and not wants_help:
             preflight.check_settings(model_of(arguments))
-            preflight.check_draft(_value(arguments, DRAFT_OPTIONS))
             arguments = with_demo(arguments)
-            preflight.check_model(model_of(arguments))
-            if (model := _value(arguments, MODEL_OPTIONS)) and model.rstrip("/"):
+            model = model_of(arguments)
+            preflight.check_model(model)
+            if (given := _value(arguments, MODEL_OPTIONS)) and given.rstrip("/"):
                 # MAX 26.7 finds no weights in a relative path that ends in a slash.
-                arguments = _replaced(arguments, MODEL_OPTIONS, model.rstrip("/"))
+                arguments = _replaced(arguments, MODEL_OPTIONS, given.rstrip("/"))
             from max.driver import accelerator_count
 
             arguments = with_defaults(arguments, has_accelerator=accelerator_count() > 0)
+            on_cpu = _value(arguments, ("--devices",)) == "cpu"
+            preflight.check_draft(model, _value(arguments, DRAFT_OPTIONS), on_cpu=on_cpu)
         if wants_help and arguments[0] == "--help":
             print(__doc__.strip(), end="\n\n")
         # MAX 26.7 declares some options twice, and recent versions of click say so at every start.

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from max.pipelines.lib import SupportedArchitecture
+    from max.pipelines.lib import Speculator, SupportedArchitecture
 
-    ARCHITECTURES: list[SupportedArchitecture]
+    ARCHITECTURES: list[SupportedArchitecture | Speculator]
 
 __version__ = "0.1.0"
 __all__ = ["ARCHITECTURES", "SERVED", "__version__"]
@@ -21,13 +21,13 @@ SERVED: tuple[str, ...] = (
     "Gemma4ForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
 )
-"""The names of `ARCHITECTURES`, for who must not import MAX to know them."""
+"""The names of the architectures, for who must not import MAX to know them."""
 
 
 def __getattr__(name: str) -> Any:
     if name == "ARCHITECTURES":
         from attnquant.gemma3.arch import gemma3_arch
-        from attnquant.gemma4.arch import gemma4_arch, gemma4_unified_arch
+        from attnquant.gemma4.arch import gemma4_arch, gemma4_speculator, gemma4_unified_arch
 
-        return [gemma3_arch, gemma4_arch, gemma4_unified_arch]
+        return [gemma3_arch, gemma4_arch, gemma4_unified_arch, gemma4_speculator]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -108,7 +108,7 @@ class DecoderShapes:
         text = ConfigFields(text_config(config))
         _refuse_unsupported(text)
         hidden, heads = text.positive("hidden_size"), text.positive("num_attention_heads")
-        kinds = _layer_types(text)
+        kinds = layer_types(text)
         if family == "gemma4" and kinds[-1] != "full_attention":
             # transformers would change it to full attention, and so ask for other shapes.
             raise CheckpointError(
@@ -121,7 +121,7 @@ class DecoderShapes:
             vocab=text.positive("vocab_size"),
             hidden=hidden,
             heads=heads,
-            tied=_tied(config, text),
+            tied=is_tied(config, text),
             layers=tuple(layer_of[kind] for kind in kinds),
         )
 
@@ -223,7 +223,7 @@ def _refuse_unsupported(text: ConfigFields) -> None:
             )
 
 
-def _layer_types(text: ConfigFields) -> tuple[LayerType, ...]:
+def layer_types(text: ConfigFields) -> tuple[LayerType, ...]:
     count = text.positive("num_hidden_layers")
     if count > MOST_LAYERS:
         raise CheckpointError(
@@ -297,7 +297,7 @@ def _layer(
     )
 
 
-def _tied(config: Mapping[str, Any], text: ConfigFields) -> bool:
+def is_tied(config: Mapping[str, Any], text: ConfigFields) -> bool:
     """The outer config decides, as in transformers; both tie unless they say otherwise."""
     value = config.get("tie_word_embeddings")
     if value is None:

@@ -16,6 +16,7 @@ from attnquant.checkpoint.theta_layout import held_bundles
 from attnquant.checkpoint.verify import verify_decoder
 from attnquant.config_values import MODEL_TYPES, check_values
 from attnquant.decoder_shapes import DecoderShapes
+from attnquant.drafter_shapes import DrafterShapes
 from attnquant.errors import CheckpointError, SettingsError, UnsupportedError
 from attnquant.nvfp4.coverage import coverage_of
 from attnquant.settings import Settings
@@ -44,20 +45,30 @@ def check_settings(model: str | None = None) -> None:
     Settings.read(config.get("attnquant"))
 
 
-def check_draft(draft: str | None) -> None:
-    """Refuses settings beside a drafter: MAX serves the two by an architecture of its own.
+def check_draft(model: str | None, draft: str | None, *, on_cpu: bool) -> None:
+    """Checks a drafter, where it and its target are directories, from config.json and headers.
 
     Args:
+        model: what the user gave as `--model`, if anything.
         draft: what the user gave as `--draft-model`, if anything.
+        on_cpu: the model is to run on a CPU.
 
     Raises:
-        UnsupportedError: both are given.
+        CheckpointError: the drafter is broken, or was not made for this target.
+        UnsupportedError: a drafter that is not served, or not there.
     """
-    if draft is not None and Settings.read() != Settings():
+    if draft is None:
+        return
+    if on_cpu:
         raise UnsupportedError(
-            f"--draft-model {draft}: MAX serves a model with its drafter by its own architecture, "
-            "which heeds no ATTNQUANT_* variable; leave out the drafter, or unset the variables"
+            f"--draft-model {draft}: MAX drafts on GPUs only; leave the drafter out on a CPU"
         )
+    config = _served_config(model)
+    if config is None or not (Path(draft) / CONFIG_FILE).is_file():
+        return
+    checkpoint = Checkpoint.open(Path(draft))
+    shapes = DrafterShapes.from_config(checkpoint.config, config)
+    shapes.check({name: info.shape for name, info in checkpoint.tensors.items()})
 
 
 def check_model(model: str | None) -> None:

@@ -47,3 +47,27 @@ def gemma4_31b(**changes: Any) -> dict[str, Any]:
         "text_config": text,
         "vision_config": {"hidden_size": 1152, "num_hidden_layers": 27},
     }
+
+
+def gemma4_31b_drafter(**changes: Any) -> dict[str, Any]:
+    """Gemma 4 31B's drafter, with the sizes that MAX takes where its config says nothing."""
+    text = {
+        "model_type": "gemma4_text",
+        "hidden_size": 1024,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "num_global_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "vocab_size": 262144,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    } | changes
+    return {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": 5376,
+        "tie_word_embeddings": True,
+        "text_config": text,
+    }

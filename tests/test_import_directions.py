@@ -30,6 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "decoder_shapes",
             "config_values",
             "vision_shapes",
+            "drafter_shapes",
         }
     ),
     frozenset({"checkpoint", "theta", "nvfp4", "demo", "memory", "memory_report"}),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from attnquant.checkpoint.export_theta import export_theta
 from attnquant.errors import CheckpointError, SettingsError, UnsupportedError
@@ -13,7 +15,10 @@ from attnquant.nvfp4.reference import encode
 from attnquant.preflight import check_draft, check_model, check_settings
 from tests.checkpoint.files import write
 from tests.test_run_max import run
+from tests.tiny.cases import CASES as ALL_CASES
 from tests.tiny.gemma3 import CASES
+from tests.tiny.gemma4 import CASES as GEMMA4
+from tests.tiny.gemma4_drafter import DRAFTERS
 
 CASE = CASES["pattern2-scalar"]
 
@@ -207,9 +212,93 @@ def test_bundles_are_checked_with_the_settings(
         check_model(str(target))
 
 
-def test_a_drafter_beside_settings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_draft("assistant")
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """A Gemma 4 and its drafter."""
+    target = GEMMA4["gemma4-shared-values"].write(tmp_path / "target")
+    return target, DRAFTERS["gemma4-shared-values"].write(tmp_path / "drafter")
+
+
+def change(directory: Path, **fields: Any) -> None:
+    """Changes fields of config.json, or of its text_config."""
+    config = json.loads((directory / "config.json").read_text())
+    for name, value in fields.items():
+        holder = config if name in config else config["text_config"]
+        holder[name] = value
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def test_a_drafter_passes_beside_its_target_whatever_the_settings(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ATTNQUANT_QUANT", "nvfp4")
-    check_draft(None)
-    with pytest.raises(UnsupportedError, match="--draft-model assistant: MAX serves"):
-        check_draft("assistant")
+    target, drafter = map(str, pair)
+    check_draft(target, drafter, on_cpu=False)
+    check_draft("google/gemma-4-31B-it", drafter, on_cpu=False)
+    check_draft(target, "google/gemma-4-31B-it-assistant", on_cpu=False)
+    check_draft(target, None, on_cpu=True)
+    with pytest.raises(UnsupportedError, match="MAX drafts on GPUs only"):
+        check_draft(target, drafter, on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"backbone_hidden_size": 5376}, "backbone_hidden_size is 5376, expected 128, the target"),
+        ({"vocab_size": 641}, "vocab_size is 641, expected 640, as in the target"),
+        ({"head_dim": 128}, "head_dim is 128, expected 256"),
+        ({"global_head_dim": 256}, "global_head_dim is 256, expected 512"),
+        ({"sliding_window": 512}, "sliding_window is 512, expected 128"),
+        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters.full_attention is {}"),
+        ({"num_attention_heads": 3}, "num_attention_heads is 3, expected a multiple of the target"),
+        ({"num_attention_heads": None}, "num_attention_heads is missing"),
+        ({"layer_types": ["sliding"] * 3}, r"layer_types\[0\] is 'sliding', expected sliding_att"),
+        ({"use_ordered_embeddings": True}, "use_ordered_embeddings is set"),
+        (
+            {"architectures": ["Gemma4ForCausalLM"]},
+            "architectures is .*; attnquant serves Gemma4A",
+        ),
+        (
+            {"intermediate_size": 100},
+            r"tensor .*gate_proj.weight is \[96, 64\], expected \[100, 64\]",
+        ),
+        ({"tie_word_embeddings": False}, "tensor lm_head.weight is missing"),
+        ({"num_hidden_layers": 2}, "layer_types has 3 entries"),
+    ],
+)
+def test_a_drafter_that_is_not_its_target_s_is_refused(
+    pair: tuple[Path, Path], fields: dict[str, Any], message: str
+) -> None:
+    target, drafter = pair
+    change(drafter, **fields)
+    with pytest.raises((CheckpointError, UnsupportedError), match="the drafter's .*" + message):
+        check_draft(str(target), str(drafter), on_cpu=False)
+
+
+@pytest.mark.parametrize("case", ["gemma4-unified", "pattern2-scalar"])
+def test_a_target_that_no_drafter_is_served_with_is_named(
+    pair: tuple[Path, Path], case: str, tmp_path: Path
+) -> None:
+    target = ALL_CASES[case].write(tmp_path / "another")
+    with pytest.raises(
+        UnsupportedError, match=r"the target is a Gemma\w+; attnquant serves Gemma4A"
+    ):
+        check_draft(str(target), str(pair[1]), on_cpu=False)
+
+
+def test_a_drafter_with_a_tensor_more_is_refused(pair: tuple[Path, Path]) -> None:
+    target, drafter = pair
+    values = load_file(drafter / "model.safetensors")
+    save_file(
+        values | {"model.k.weight": values["model.norm.weight"]}, drafter / "model.safetensors"
+    )
+    with pytest.raises(CheckpointError, match=r"'model\.k\.weight' is none of a drafter"):
+        check_draft(str(target), str(drafter), on_cpu=False)
+
+
+def test_the_command_refuses_a_drafter_on_a_cpu(pair: tuple[Path, Path]) -> None:
+    target, drafter = map(str, pair)
+    result = run("serve", "--model", target, "--draft-model", drafter, "--devices", "cpu")
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("run_max.py: --draft-model ")

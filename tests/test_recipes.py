@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -13,10 +14,11 @@ import yaml
 from max.pipelines.lib import PipelineArgs
 
 from attnquant.decoder_shapes import DecoderShapes
+from attnquant.drafter_shapes import DrafterShapes
 from attnquant.memory import MemoryPlan, Serving, parse_size
 from attnquant.nvfp4.coverage import coverage_of
 from attnquant.settings import Settings
-from tests.configs import gemma4_31b
+from tests.configs import gemma4_31b, gemma4_31b_drafter
 from tests.test_vision_shapes import gemma4_31b_vision
 
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
@@ -64,10 +66,33 @@ def settings(recipe: Path) -> Settings:
     return Settings.read(environ=dict(word.split("=") for word in words if "=" in word))
 
 
+def drafted_tokens(arguments: PipelineArgs) -> int:
+    return arguments.speculative.num_speculative_tokens if arguments.speculative else 0
+
+
+def drafter_bytes(target: dict[str, Any]) -> int:
+    """In bfloat16."""
+    shapes = DrafterShapes.from_config(gemma4_31b_drafter(), target)
+    return 2 * sum(map(math.prod, shapes.tensors.values()))
+
+
+def test_the_drafter_s_recipe_drafts_as_many_tokens_as_it_was_trained_for() -> None:
+    (arguments,) = (parsed(recipe) for recipe in RECIPES if "drafter" in recipe.stem)
+    assert arguments.draft_model is not None
+    assert arguments.draft_model.model_path == "google/gemma-4-31B-it-assistant"
+    assert arguments.speculative is not None
+    assert arguments.speculative.speculative_method == "mtp"
+    assert drafted_tokens(arguments) == 3
+    # 4 layers of 1024 columns, and an embedding of 262,144 rows.
+    config = gemma4_31b(sliding_window=1024, max_position_embeddings=262144)
+    assert 0.9e9 < drafter_bytes(config) < 1e9
+
+
 def test_there_is_one_for_each_use() -> None:
     assert {recipe.stem for recipe in RECIPES} == {
         "gemma4-31b-nvfp4-32gb",
         "gemma4-31b-nvfp4-b200",
+        "gemma4-31b-nvfp4-drafter-b200",
         "gemma4-31b-nvfp4-mlp-80gb",
     }
 
@@ -120,10 +145,13 @@ def test_it_fits_its_card(recipe: Path) -> None:
         serving=Serving(
             max_batch_input_tokens=arguments.runtime.max_batch_input_tokens,
             device_memory_utilization=arguments.kv_cache.device_memory_utilization,
+            num_speculative_tokens=drafted_tokens(arguments),
         ),
     )
     length, batch = arguments.max_length, arguments.runtime.max_batch_size
     budget = plan.cache_budget(parse_size(MEMORY[card]), length, batch)
+    if arguments.draft_model is not None:
+        budget -= drafter_bytes(config)
     # The longest request alone, and all requests at once at a sixteenth of its length.
     assert plan.cache(length, 1) <= budget
     assert plan.cache(length // 16, batch) <= budget

@@ -1,4 +1,4 @@
-"""The registrations that take over Gemma 4: with images, and the text-only 12B line."""
+"""The registrations that take over Gemma 4: with images, the text-only 12B line, with a drafter."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import dataclasses
 
 from max.graph.weights import WeightsFormat
 from max.pipelines.architectures.gemma4.context import Gemma4Context
-from max.pipelines.lib import SupportedArchitecture
+from max.pipelines.lib import Speculator, SupportedArchitecture
 from max.pipelines.modeling.types import InputModality, PipelineTask
 
+from attnquant.drafter_shapes import DRAFTER
 from attnquant.gemma4.batch_processor import Gemma4BatchProcessor
+from attnquant.gemma4.drafted import DraftedGemma4BatchProcessor, DraftedGemma4Model
 from attnquant.gemma4.model import Gemma4Model
 from attnquant.gemma4.model_config import Gemma4Config
 from attnquant.gemma4.tokenizer import TextOrVisionTokenizer
@@ -46,4 +48,17 @@ gemma4_unified_arch = dataclasses.replace(
     name="Gemma4UnifiedForConditionalGeneration",
     example_repo_ids=["google/gemma-4-12B-it"],
     input_modalities={InputModality.TEXT},
+)
+
+# What MAX takes in the first one's place where a drafter is given; without it, MAX would serve the
+# two by an architecture of its own.
+gemma4_speculator = Speculator(
+    name="DraftedGemma4ForConditionalGeneration",
+    base=gemma4_arch,
+    draft_arch=DRAFTER,
+    method="mtp",
+    pipeline_model=DraftedGemma4Model,
+    batching=DraftedGemma4BatchProcessor,
+    # Each row of a batch is verified and drafted for by itself.
+    supports_spec_decode_mixed_batches=True,
 )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
 from max.graph import TensorValue, ops
 from max.nn.attention import MHAMaskVariant
-from max.nn.kernels import flash_attention_ragged, rope_split_store_ragged
+from max.nn.kernels import flash_attention_ragged, rope_ragged, rope_split_store_ragged
 from max.nn.kv_cache import KVCacheParams, PagedCacheValues
 from max.nn.layer import Module
 from max.nn.norm import RMSNorm
@@ -96,21 +97,83 @@ class Attention(Module):
             n_heads=heads,
             interleaved=False,
         )
-        attended = flash_attention_ragged(
-            self.kv_params,
-            input=q.reshape((-1, heads, head_dim)),
-            kv_collection=kv,
-            layer_idx=cache_layer,
-            input_row_offsets=row_offsets,
-            mask_variant=(
-                MHAMaskVariant.CAUSAL_MASK
-                if self.window is None
-                else MHAMaskVariant.SLIDING_WINDOW_CAUSAL_MASK
-            ),
-            scale=self.scale,
-            local_window_size=-1 if self.window is None else self.window,
+        return self.o_proj(
+            _attended(
+                self.kv_params,
+                q,
+                kv,
+                row_offsets,
+                cache_layer,
+                scale=self.scale,
+                window=self.window,
+            )
         )
-        return self.o_proj(attended.reshape((-1, rows[0])))
+
+
+class QueryAttention(Module):
+    """Attention of one layer over keys and values that another decoder's layer has stored.
+
+    Args:
+        q_proj: the queries' projection.
+        o_proj: the output projection.
+        q_norm: norm over one query head's `head_dim` elements.
+        kv_params: the cache that the keys and values live in.
+        scale: factor on the attention scores.
+        window: as in `Attention`.
+    """
+
+    def __init__(
+        self,
+        *,
+        q_proj: GroupProjection,
+        o_proj: GroupProjection,
+        q_norm: RMSNorm,
+        kv_params: KVCacheParams,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        super().__init__()
+        self.q_proj = q_proj
+        self.o_proj = o_proj
+        self.q_norm = q_norm
+        self.kv_params = kv_params
+        self.scale = scale
+        self.window = window
+
+    def __call__(
+        self,
+        x: TensorValue,
+        kv: PagedCacheValues,
+        row_offsets: TensorValue,
+        freqs_cis: TensorValue,
+        cache_layer: TensorValue,
+    ) -> TensorValue:
+        """Attends over the cache, in which each row has its own key; stores nothing.
+
+        A row stands for the token after its key's: it sees the keys up to its own, and its position
+        is one more. For the arguments and the result, see `Attention`.
+        """
+        head_dim = self.kv_params.head_dim
+        q = _per_head(self.q_norm, self.q_proj(x), head_dim)
+        one = ops.constant(1, kv.cache_lengths.dtype, device=kv.cache_lengths.device)
+        q = rope_ragged(
+            q.reshape((-1, int(q.shape[-1]) // head_dim, head_dim)),
+            row_offsets,
+            kv.cache_lengths + one,
+            freqs_cis,
+            interleaved=False,
+        )
+        return self.o_proj(
+            _attended(
+                self.kv_params,
+                q,
+                kv,
+                row_offsets,
+                cache_layer,
+                scale=self.scale,
+                window=self.window,
+            )
+        )
 
 
 def unit_norm(x: TensorValue, *, eps: float) -> TensorValue:
@@ -119,6 +182,35 @@ def unit_norm(x: TensorValue, *, eps: float) -> TensorValue:
     return ops.rms_norm(
         x, ops.broadcast_to(one, (x.shape[-1],)), eps, weight_offset=0.0, multiply_before_cast=True
     )
+
+
+def _attended(
+    kv_params: KVCacheParams,
+    q: TensorValue,
+    kv: PagedCacheValues,
+    row_offsets: TensorValue,
+    cache_layer: TensorValue,
+    *,
+    scale: float,
+    window: int | None,
+) -> TensorValue:
+    """What queries `[tokens, heads, head_dim]`, or flat, see: `[tokens, heads * head_dim]`."""
+    q = q.reshape((-1, math.prod(map(int, q.shape[1:])) // kv_params.head_dim, kv_params.head_dim))
+    attended = flash_attention_ragged(
+        kv_params,
+        input=q,
+        kv_collection=kv,
+        layer_idx=cache_layer,
+        input_row_offsets=row_offsets,
+        mask_variant=(
+            MHAMaskVariant.CAUSAL_MASK
+            if window is None
+            else MHAMaskVariant.SLIDING_WINDOW_CAUSAL_MASK
+        ),
+        scale=scale,
+        local_window_size=-1 if window is None else window,
+    )
+    return attended.reshape((-1, int(q.shape[1]) * kv_params.head_dim))
 
 
 def _per_head(

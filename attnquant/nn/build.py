@@ -65,6 +65,7 @@ def build_decoder(
         softcap=config.softcap,
         device=device,
         takes_embeddings=takes_embeddings,
+        return_hidden_states=config.return_hidden_states,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from max.dtype import DType
 from max.graph import DeviceRef
 from max.nn.kv_cache import MultiKVCacheParams
-from max.nn.transformer import ReturnLogits
+from max.nn.transformer import ReturnHiddenStates, ReturnLogits
 from max.pipelines.architectures.gpt_oss.hybrid_kv_params_util import hybrid_swa_full_kv_params
 from max.pipelines.kv_cache import cache_dtype_for_encoding
 from max.pipelines.lib import KVCacheConfig, MAXModelConfig, PipelineConfig
@@ -61,6 +61,7 @@ class DecoderConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
         hidden_activation: as the Hugging Face config names it.
         softcap: soft limit of the logits, or None.
         return_logits: which positions' logits the graph returns.
+        return_hidden_states: which positions' hidden states it returns.
         norm_offset: added to every norm's stored weight.
         normalizes_values: values have a norm per head, without a weight.
     """
@@ -87,6 +88,7 @@ class DecoderConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
     hidden_activation: Activation
     softcap: float | None
     return_logits: ReturnLogits = ReturnLogits.LAST_TOKEN
+    return_hidden_states: ReturnHiddenStates = ReturnHiddenStates.NONE
 
     @override
     @classmethod

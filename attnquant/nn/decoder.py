@@ -15,13 +15,13 @@ from max.graph import Module as GraphModule
 from max.nn.kv_cache import KVCacheInputsPerDevice, MultiKVCacheParams, PagedCacheValues
 from max.nn.layer import LayerList, Module
 from max.nn.norm import RMSNorm
-from max.nn.transformer import ReturnLogits
+from max.nn.transformer import ReturnHiddenStates, ReturnLogits
 from max.nn.transformer.transformer import forward_sequential_layers, logits_postprocess
 from max.pipelines.lib.interfaces.batch_processor import ragged_batch_inputs, vision_merge_inputs
 from max.pipelines.lib.vlm_utils import merge_multimodal_embeddings
 from numpy.typing import NDArray
 
-from attnquant.nn.attention import Attention
+from attnquant.nn.attention import Attention, QueryAttention
 from attnquant.nn.embedding import TABLES, ScaledEmbedding
 from attnquant.nn.mlp import GatedMLP
 from attnquant.nn.tensors import State, from_numpy, numpy_dtype, viewed
@@ -44,7 +44,7 @@ class DecoderLayer(Module):
     def __init__(
         self,
         *,
-        self_attn: Attention,
+        self_attn: Attention | QueryAttention,
         mlp: GatedMLP,
         input_layernorm: RMSNorm,
         post_attention_layernorm: RMSNorm,
@@ -96,7 +96,13 @@ class RaggedDecoder(Module):
         device: where the graph runs.
         takes_embeddings: the graph has two more inputs, with which some tokens' embeddings are
             replaced by others, such as a vision tower's.
+        return_hidden_states: which tokens' states are returned after the logits.
+
+    Attributes:
+        prefix: what stands before the names of its weights, where it is a part of another module.
     """
+
+    prefix: str = ""
 
     def __init__(
         self,
@@ -111,6 +117,7 @@ class RaggedDecoder(Module):
         softcap: float | None,
         device: DeviceRef,
         takes_embeddings: bool = False,
+        return_hidden_states: ReturnHiddenStates = ReturnHiddenStates.NONE,
     ) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
@@ -119,6 +126,7 @@ class RaggedDecoder(Module):
         self.lm_head = lm_head
         self.kv_params = kv_params
         self.return_logits = return_logits
+        self.return_hidden_states = return_hidden_states
         self.softcap = softcap
         self.device = device
         self.takes_embeddings = takes_embeddings
@@ -142,6 +150,12 @@ class RaggedDecoder(Module):
 
     def bind(self, weights: State) -> None:
         """Binds the checkpoint's weights, and the rotary tables beside them."""
+        # Tensors in a checkpoint file are aligned to their element size at most.
+        self.load_state_dict(self.bound(weights), weight_alignment=1)
+
+    def bound(self, weights: State) -> State:
+        """What `bind` binds, by name: what the graph reads of the checkpoint's weights, and the
+        rotary tables."""
         tables = {
             weight.name: from_numpy(
                 self._tables[kind].astype(numpy_dtype(weight.dtype)), weight.dtype, weight.name
@@ -158,8 +172,7 @@ class RaggedDecoder(Module):
             for name, tensor in weights.items()
             if name in declared or not name.endswith(_INPUT_SCALE)
         }
-        # Tensors in a checkpoint file are aligned to their element size at most.
-        self.load_state_dict(bound | tables, weight_alignment=1)
+        return bound | tables
 
     @property
     def calls_kernels(self) -> bool:
@@ -226,7 +239,8 @@ class RaggedDecoder(Module):
         image_token_indices: TensorValue | None = None,
     ) -> tuple[TensorValue, ...]:
         """Returns float32 logits `[batch, vocab]`; unless only the last token's are wanted, also
-        the wanted logits `[rows, vocab]` and each sequence's offset among them."""
+        the wanted logits `[rows, vocab]` and each sequence's offset among them; last, the hidden
+        states `[rows, hidden]`, if any are wanted."""
         caches = {kind: tree.leaves(kv[kind], leaf=KVCacheInputsPerDevice)[0] for kind in kv}
         x = self.embed_tokens(tokens)
         if self.takes_embeddings:
@@ -236,8 +250,7 @@ class RaggedDecoder(Module):
             kind = self._kinds[index]
             cache_layer = self._kinds[:index].count(kind)
             host_index = ops.constant(cache_layer, DType.uint32, device=DeviceRef.CPU())
-            table = TensorValue(self._ropes[kind])
-            common = [hidden[0], caches[kind], row_offsets, table, host_index]
+            common = [hidden[0], caches[kind], row_offsets, self.rope(kind), host_index]
             blocks = [TensorValue(self._blocks[name]) for name in self._block_names(index)]
             return [*common, blocks] if blocks else common
 
@@ -247,12 +260,26 @@ class RaggedDecoder(Module):
             initial_hidden_states=[x],
             subgraph_layer_groups=self._equal_layers(),
             name_for_subgraph=lambda group: f"layers_{group}",
-            weight_prefix_for_layer=lambda index: f"layers.{index}.",
+            weight_prefix_for_layer=lambda index: f"{self.prefix}layers.{index}.",
         )
         outputs: tuple[TensorValue, ...] = logits_postprocess(
-            x, row_offsets, return_n_logits, self.norm, self._logits, self.return_logits
+            x,
+            row_offsets,
+            return_n_logits,
+            self.norm,
+            self._logits,
+            self.return_logits,
+            self.return_hidden_states,
         )
         return outputs
+
+    def rope(self, kind: str) -> TensorValue:
+        """The rotary table of a kind of layer."""
+        return TensorValue(self._ropes[kind])
+
+    def last_of_kind(self, kind: str) -> int:
+        """The index of the last layer of a kind, within the cache of that kind."""
+        return self._kinds.count(kind) - 1
 
     def _equal_layers(self) -> list[list[int]]:
         """Layers of the same kind whose weights have the same names, dtypes and shapes.
@@ -271,7 +298,12 @@ class RaggedDecoder(Module):
     def _block_names(self, index: int) -> list[str]:
         """The shared blocks that a layer takes, as its call takes them."""
         projections = theta_projections(self.layers[index])
-        return [weight.name for projection in projections for weight in projection.block]
+        return [
+            # Binding gives the one that is the decoder's its full name.
+            weight.name.removeprefix(self.prefix)
+            for projection in projections
+            for weight in projection.block
+        ]
 
     def _logits(self, x: TensorValue) -> TensorValue:
         logits = ops.cast(self.lm_head(x), DType.float32)

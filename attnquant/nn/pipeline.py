@@ -23,7 +23,6 @@ from max.pipelines.lib.memory_estimation import MemoryPlan
 
 from attnquant.kernels import extensions
 from attnquant.nn.config import DecoderConfig
-from attnquant.nn.decoder import RaggedDecoder
 from attnquant.nn.tensors import State
 
 
@@ -36,11 +35,14 @@ class DecoderModel(
 
     Attributes:
         graph_name: what the graph is called.
-        build: makes the decoder from its configuration and its weights, by name.
+        graph_role: what it is to MAX's pipeline.
+        build: makes the decoder, or a module with its `bind`, `input_tree` and `calls_kernels`,
+            from its configuration and its weights, by name.
     """
 
     graph_name: ClassVar[str]
-    build: Callable[[Any, State], RaggedDecoder]
+    graph_role: ClassVar[GraphRole] = GraphRole.DECODER
+    build: Callable[[Any, State], Any]
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class DecoderModel(
     @property
     def model(self) -> Model:
         """The compiled decoder, ready to execute: what device graph capture records."""
-        return self._models[GraphRole.DECODER]
+        return self._models[self.graph_role]
 
     def _load_state_dict(self) -> dict[str, Any]:
         self._weights_dict = super()._load_state_dict()
@@ -91,7 +93,7 @@ class DecoderModel(
         decoder.bind(self._weights_dict)
         self._weights_dict = {}
         return {
-            GraphRole.DECODER: GraphSpec(
+            self.graph_role: GraphSpec(
                 decoder,
                 self.graph_name,
                 self._bind_graph_inputs(decoder.input_tree()),

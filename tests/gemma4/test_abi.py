@@ -73,7 +73,12 @@ def test_what_decoding_changes_lies_on_the_accelerator() -> None:
     """Replay refreshes the device's buffers only, and runs no code on the host."""
     device, hidden = DeviceRef.GPU(), 32
     embedding = ScaledEmbedding(
-        vocab=16, hidden=hidden, dtype=DType.bfloat16, device=device, scale=1.0
+        vocab=16,
+        hidden=hidden,
+        table=DType.bfloat16,
+        dtype=DType.bfloat16,
+        device=device,
+        scale=1.0,
     )
     cache = MHAKVCacheParams(
         dtype=DType.bfloat16, head_dim=256, n_kv_heads=1, num_layers=1, devices=[device]

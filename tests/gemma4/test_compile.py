@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -10,19 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny.gemma4_drafter import DRAFTERS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("quant", ["none", "nvfp4"])
-def test_a_checkpoint_with_images_compiles_in_bfloat16_with_capture(
-    tiny_directory: Callable[[str], Path], quant: str
-) -> None:
+def warm_cache(target: Path, *arguments: str, quant: str) -> None:
+    """Compiles all of a checkpoint's graphs for a B200, with an environment's settings."""
     result = subprocess.run(
         [
             *(sys.executable, "run_max.py", "warm-cache", "--target", "cuda:sm_100a"),
-            *("--model", str(tiny_directory("gemma4-shared-values")), "--max-length", "512"),
-            *("--devices", "gpu", "--device-graph-capture"),
+            *("--model", str(target), "--max-length", "512"),
+            *("--devices", "gpu", "--device-graph-capture", *arguments),
         ],
         cwd=ROOT,
         env={**os.environ, "ATTNQUANT_QUANT": quant},
@@ -31,3 +31,25 @@ def test_a_checkpoint_with_images_compiles_in_bfloat16_with_capture(
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quant", ["none", "nvfp4"])
+def test_a_checkpoint_with_images_compiles_in_bfloat16_with_capture(
+    tiny_directory: Callable[[str], Path], quant: str
+) -> None:
+    warm_cache(tiny_directory("gemma4-shared-values"), quant=quant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quant", ["none", "nvfp4"])
+def test_it_compiles_with_its_drafter(
+    tiny_directory: Callable[[str], Path], tmp_path: Path, quant: str
+) -> None:
+    case = dataclasses.replace(DRAFTERS["gemma4-shared-values"], dtype="bfloat16")
+    warm_cache(
+        tiny_directory("gemma4-shared-values"),
+        *("--draft-model", str(case.write(tmp_path / "drafter"))),
+        *("--speculative-method", "mtp", "--num-speculative-tokens", "3"),
+        quant=quant,
+    )

@@ -1,4 +1,4 @@
-"""The graphs that MAX runs against transformers' float32 logits, on tiny checkpoints."""
+"""The float32 graphs that MAX runs against transformers' float64 logits, on tiny checkpoints."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from tests.gemma4.pipeline import Pipeline
 from tests.golden.data import TinyGolden, fingerprint, load_tiny, relative_error
 from tests.tiny.gemma4 import CASES, IMAGES
 
-# Relative, of the logits' norm.
-TOLERANCE = 1e-4
-# Of a log-probability. The logits reach the softcap of 30 and a float32 of that size is rounded
-# many times on the way: transformers in float32 is up to 8e-4 from itself in float64 here.
-LARGEST_DIFFERENCE = 3e-3
+# Relative, of the logits' norm; the largest that was seen is 2.1e-5.
+TOLERANCE = 5e-5
+# Of a log-probability; the largest that was seen is 8.9e-4, and 9.2e-4 for transformers itself in
+# float32. It cannot be 1e-4 here: logits reach the softcap of 30, and the tiny checkpoints magnify
+# roundings. To round only what goes into the norms to float32, and nothing else of a float64 run,
+# moves a log-probability by up to 2.7e-4.
+LARGEST_DIFFERENCE = 1.5e-3
 
 
 def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:

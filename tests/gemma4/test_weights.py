@@ -14,7 +14,7 @@ from max.graph.weights import load_weights
 from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig
 
-from attnquant.checkpoint.verify import verify
+from attnquant.checkpoint.verify import EMBEDDING, verify
 from attnquant.gemma4 import weight_adapters
 from attnquant.gemma4.weight_adapters import VISION
 from attnquant.nn.tensors import State, to_numpy
@@ -24,7 +24,10 @@ from tests.tiny.gemma4 import CASES, TinyGemma4
 def adapted(case: TinyGemma4, directory: Path) -> State:
     """The graphs' weights in float32, as MAX's pipeline model gets them."""
     weights = load_weights(sorted(case.write(directory).glob("*.safetensors")))
-    model = SimpleNamespace(device_specs=[SimpleNamespace(device_type="cpu")])
+    model = SimpleNamespace(
+        device_specs=[SimpleNamespace(device_type="cpu")],
+        resolved_weight_paths=lambda: sorted(directory.glob("*.safetensors")),
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_adapters, "graph_encoding", lambda model: "float32")
         return weight_adapters.convert_safetensors(
@@ -50,6 +53,8 @@ def test_the_towers_weights_are_kept_apart_and_are_the_files(tmp_path: Path) -> 
 def test_the_tower_gets_the_graphs_dtype(tmp_path: Path) -> None:
     case = dataclasses.replace(CASES["gemma4-shared-values"], dtype="bfloat16")
     weights = adapted(case, tmp_path)
+    # A CPU keeps the embedding as it is stored.
+    assert weights.pop(EMBEDDING).dtype == DType.bfloat16
     assert {weight.dtype for weight in weights.values()} == {DType.float32}
 
 

@@ -63,6 +63,8 @@ class TinyPrompt:
     """[len(tokens), vocab]: logits after each token, for one prompt."""
     greedy: list[int] | None
     """32 greedy tokens, for some prompts; none is a stop token, and no choice is a near tie."""
+    drafts: list[int] | None = None
+    """What the checkpoint's drafter guesses after the first of them, if it has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,8 @@ class TinyGolden:
     prompts: tuple[TinyPrompt, ...]
     image: TinyPrompt | None
     """The prompt with images, for a checkpoint that has a vision tower."""
+    drafter_fingerprint: str | None
+    """Of the checkpoint's drafter, if it has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,13 +117,14 @@ def load_tiny(name: str) -> TinyGolden:
     arrays = _read(HERE / f"tiny-{name}.npz")
     prompts = []
     for length in arrays["lengths"].tolist():
-        greedy = arrays.get(f"greedy_{length}")
+        greedy, drafts = arrays.get(f"greedy_{length}"), arrays.get(f"drafts_{length}")
         prompts.append(
             TinyPrompt(
                 tokens=arrays[f"tokens_{length}"].tolist(),
                 last=arrays[f"last_{length}"],
                 every=arrays.get(f"every_{length}"),
                 greedy=None if greedy is None else greedy.tolist(),
+                drafts=None if drafts is None else drafts.tolist(),
             )
         )
     image = None
@@ -130,7 +135,13 @@ def load_tiny(name: str) -> TinyGolden:
             every=None,
             greedy=arrays["image_greedy"].tolist(),
         )
-    return TinyGolden(fingerprint=str(arrays["fingerprint"]), prompts=tuple(prompts), image=image)
+    drafter = arrays.get("drafter_fingerprint")
+    return TinyGolden(
+        fingerprint=str(arrays["fingerprint"]),
+        prompts=tuple(prompts),
+        image=image,
+        drafter_fingerprint=None if drafter is None else str(drafter),
+    )
 
 
 def load_demo() -> DemoGolden:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import AutoTokenizer
 
 from tests.golden import reference
@@ -20,6 +21,7 @@ from tests.golden.data import EVALUATION_TEXT, HERE, TEXTS, fingerprint, relativ
 from tests.tiny import gemma4, prompts, tokenizer
 from tests.tiny.cases import CASES
 from tests.tiny.checkpoint import TinyCheckpoint
+from tests.tiny.gemma4_drafter import DRAFTERS
 
 # A float32 implementation that is right to 1e-4 of the logits' norm cannot flip a larger lead.
 SMALLEST_LEAD = 5e-3
@@ -31,6 +33,11 @@ DEMO_TOP = 64
 DEMO_VOCAB_IDS = 4096
 
 
+def dtype_of(case: TinyCheckpoint) -> torch.dtype:
+    """The reference's. The tiny Gemma 4 magnify every rounding of float32 some thousand times."""
+    return torch.float64 if isinstance(case, gemma4.TinyGemma4) else torch.float32
+
+
 def tiny(case: TinyCheckpoint, directory: Path) -> dict[str, Any]:
     """The arrays of one tiny checkpoint's golden file; `directory` holds the checkpoint.
 
@@ -38,7 +45,7 @@ def tiny(case: TinyCheckpoint, directory: Path) -> dict[str, Any]:
         RuntimeError: a greedy continuation is a poor test: a near tie, a stop token, a placeholder
             (transformers embeds padding for one), or monotonous.
     """
-    model = reference.load(directory)
+    model = reference.load(directory, dtype_of(case))
     arrays: dict[str, Any] = {
         "fingerprint": fingerprint(directory),
         "lengths": np.asarray(prompts.LENGTHS, np.int32),
@@ -46,9 +53,9 @@ def tiny(case: TinyCheckpoint, directory: Path) -> dict[str, Any]:
     for length in prompts.LENGTHS:
         tokens = prompts.prompt(case.ordinary_vocab, length)
         arrays[f"tokens_{length}"] = np.asarray(tokens, np.int32)
-        arrays[f"last_{length}"] = reference.logits(model, tokens)[0]
+        arrays[f"last_{length}"] = np.float32(reference.logits(model, tokens)[0])
         if length == prompts.ALL_POSITIONS_LENGTH:
-            arrays[f"every_{length}"] = reference.logits(model, tokens, last=0)
+            arrays[f"every_{length}"] = np.float32(reference.logits(model, tokens, last=0))
         if length in prompts.GREEDY_LENGTHS:
             chosen, lead = reference.greedy(model, tokens, prompts.GREEDY_TOKENS)
             forbidden = STOP_TOKENS | case.placeholders
@@ -57,6 +64,25 @@ def tiny(case: TinyCheckpoint, directory: Path) -> dict[str, Any]:
             arrays[f"greedy_{length}"] = np.asarray(chosen, np.int32)
     if isinstance(case, gemma4.TinyGemma4) and case.vision:
         arrays |= image_arrays(case, model)
+    if case.name in DRAFTERS:
+        arrays |= drafter_arrays(case, model, directory / "drafter")
+    return arrays
+
+
+def drafter_arrays(case: TinyCheckpoint, model: Any, directory: Path) -> dict[str, Any]:
+    """The arrays of what its drafter guesses; `directory` is where to write that.
+
+    Raises:
+        RuntimeError: a guess hangs on a near tie.
+    """
+    drafter = reference.load_drafter(DRAFTERS[case.name].write(directory), dtype_of(case))
+    arrays: dict[str, Any] = {"drafter_fingerprint": fingerprint(directory)}
+    for length in prompts.LENGTHS:
+        tokens = prompts.prompt(case.ordinary_vocab, length)
+        chosen, lead = reference.drafts(model, drafter, tokens, prompts.DRAFTED_TOKENS)
+        if lead < SMALLEST_LEAD:
+            raise RuntimeError(f"{case.name}: choose another seed for its drafter; {lead:.4f}")
+        arrays[f"drafts_{length}"] = np.asarray(chosen, np.int32)
     return arrays
 
 
@@ -80,7 +106,7 @@ def image_arrays(case: gemma4.TinyGemma4, model: Any) -> dict[str, Any]:
         chosen.append(int(logits.argmax()))
     return {
         "image_tokens": np.asarray(tokens, np.int32),
-        "image_last": last,
+        "image_last": np.float32(last),
         "image_greedy": np.asarray(chosen, np.int32),
     }
 

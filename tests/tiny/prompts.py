@@ -16,6 +16,9 @@ GREEDY_LENGTHS = (5, 127, 300)
 GREEDY_TOKENS = 32
 IMAGE_GREEDY_TOKENS = 8
 
+# As many as Gemma 4's drafter is asked for.
+DRAFTED_TOKENS = 3
+
 # For what takes text: words, punctuation, and characters that only byte tokens can spell.
 TEXTS = (
     "The capital of France is",

@@ -12,6 +12,7 @@ from attnquant.decoder_shapes import DecoderShapes
 from tests.golden.data import fingerprint, load_tiny, relative_error
 from tests.tiny import prompts, tokenizer
 from tests.tiny.gemma4 import CASES, IMAGES, LANGUAGE, image_prompt
+from tests.tiny.gemma4_drafter import DRAFTERS
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -24,6 +25,19 @@ def test_weights_and_prompts_are_those_of_the_golden_file(name: str, tmp_path: P
     if golden.image is not None:
         assert golden.image.tokens == image_prompt(case)
         assert len(golden.image.greedy) == prompts.IMAGE_GREEDY_TOKENS
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_drafts_are_those_of_its_drafter(name: str, tmp_path: Path) -> None:
+    golden = load_tiny(name)
+    assert (golden.drafter_fingerprint is not None) == (name in DRAFTERS)
+    if name not in DRAFTERS:
+        return
+    assert fingerprint(DRAFTERS[name].write(tmp_path)) == golden.drafter_fingerprint
+    for prompt in golden.prompts:
+        assert prompt.drafts is not None
+        assert len(prompt.drafts) == prompts.DRAFTED_TOKENS
+        assert set(prompt.drafts) <= set(range(CASES[name].vocab))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,0 +1,81 @@
+"""A tiny Gemma 4 behind MAX's HTTP API on the CPU: text, images, and what it refuses."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from PIL import Image
+from tokenizers import Tokenizer
+
+from tests.golden.data import load_tiny
+from tests.models import MAX_LENGTH
+from tests.serve.server import serve
+from tests.tiny.gemma4 import IMAGES
+
+CASE = "gemma4-shared-values"
+CONTINUED = [prompt for prompt in load_tiny(CASE).prompts if prompt.greedy is not None]
+
+
+@pytest.fixture(scope="module")
+def client(
+    tiny_directory: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[openai.OpenAI]:
+    log = tmp_path_factory.mktemp("serve") / "server.log"
+    arguments = ("--model", str(tiny_directory(CASE)), "--served-model-name", "tiny")
+    with serve(log, *arguments, "--max-length", str(MAX_LENGTH)) as server:
+        yield openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=300)
+        assert server.process.poll() is None
+
+
+def message(*parts: dict[str, Any]) -> list[Any]:
+    return [{"role": "user", "content": [{"type": "text", "text": "it is raining"}, *parts]}]
+
+
+def picture(index: int) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    Image.fromarray(IMAGES[index]).save(buffer, "PNG")
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def reply(client: openai.OpenAI, messages: list[Any]) -> str:
+    answer = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=12, temperature=0
+    )
+    assert answer.usage is not None and answer.usage.completion_tokens > 0
+    return answer.choices[0].message.content or ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", CONTINUED, ids=lambda prompt: str(len(prompt.tokens)))
+def test_a_completion_is_transformers_greedy_text(
+    client: openai.OpenAI, prompt: Any, tiny_directory: Callable[[str], Path]
+) -> None:
+    tokenizer = Tokenizer.from_file(str(tiny_directory(CASE) / "tokenizer.json"))
+    answer = client.completions.create(
+        model="tiny", prompt=prompt.tokens, max_tokens=len(prompt.greedy), temperature=0
+    )
+    assert answer.choices[0].text == tokenizer.decode(prompt.greedy)
+
+
+@pytest.mark.slow
+def test_images_are_seen(client: openai.OpenAI) -> None:
+    first, second = (reply(client, message(picture(index))) for index in range(2))
+    assert len({first, second, reply(client, message())}) == 3
+    assert reply(client, message(picture(0))) == first
+
+
+@pytest.mark.slow
+def test_a_broken_image_is_refused_and_the_next_request_is_served(client: openai.OpenAI) -> None:
+    whole = reply(client, message(picture(0)))
+    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with pytest.raises(openai.APIStatusError) as caught:
+        reply(client, message(broken))
+    assert 400 <= caught.value.status_code < 500
+    assert reply(client, message(picture(0))) == whole
