@@ -34,6 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0, 1 where `parity` finds two models too far apart, or 2 for what the user can mend.
     """
+    options = make_parser().parse_args(arguments)
+    try:
+        return options.run(options) or 0
+    except AttnquantError as error:
+        print(f"attnquant: {error}", file=sys.stderr)
+        return 2
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands; each leaves its function as `run`."""
     parser = _Parser(prog="python -m attnquant", description=__doc__)
     parser.add_argument("--version", action="version", version=f"attnquant {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -43,16 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_export(commands.add_parser("export", help="write a checkpoint in NVFP4, or as bundles"))
     _add_report(commands.add_parser("report", help="what sharing blocks or NVFP4 does to a model"))
     _add_parity(commands.add_parser("parity", help="logits against transformers'"))
-    options = parser.parse_args(arguments)
-    try:
-        return options.run(options) or 0
-    except AttnquantError as error:
-        print(f"attnquant: {error}", file=sys.stderr)
-        return 2
+    return parser
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a directory, a config.json, or a Hugging Face id")
+    parser.add_argument("model", help="a directory, a config.json, a Hugging Face id, or demo")
     parser.add_argument("--quant", choices=("none", "nvfp4"), default="nvfp4")
     parser.add_argument(
         "--ignore", type=patterns, default=(), help="as ATTNQUANT_QUANT_IGNORE: self_attn, ..."
@@ -76,10 +81,11 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
+    from attnquant.demo import checkpoint_directory
     from attnquant.inspect import inspect, render, to_json
 
     report = inspect(
-        options.model,
+        str(checkpoint_directory(options.model)),
         quant=options.quant,
         ignore=options.ignore,
         quant_lm_head="nvfp4" if options.lm_head else "none",
@@ -142,7 +148,7 @@ def _part(text: str) -> float:
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="a dense checkpoint's directory; it is only read")
+    parser.add_argument("source", help="a dense checkpoint's directory, or demo; it is only read")
     parser.add_argument("target", help="the new directory")
     parser.add_argument("--quant", choices=("none", "nvfp4"), default="none")
     parser.add_argument(
@@ -172,6 +178,7 @@ def _export(options: argparse.Namespace) -> None:
 
     from attnquant.checkpoint.export import export_nvfp4
     from attnquant.checkpoint.export_theta import export_theta
+    from attnquant.demo import checkpoint_directory
     from attnquant.encoder import encoder_of
     from attnquant.kernels.codec import largest_magnitude
     from attnquant.nvfp4.accounting import format_bytes
@@ -182,8 +189,9 @@ def _export(options: argparse.Namespace) -> None:
         raise SettingsError(
             "export: found nothing to write that the source is not; give --quant nvfp4, or --blocks"
         )
+    source = checkpoint_directory(options.source)
     encoder = encoder_of(
-        options.source,
+        source,
         options.scales,
         shared=options.blocks is not None,
         tokens=options.profile_tokens,
@@ -195,7 +203,7 @@ def _export(options: argparse.Namespace) -> None:
         )
     with tqdm(unit="B", unit_scale=True, desc="export", disable=None) as bar:
         report = export(
-            options.source,
+            source,
             options.target,
             encode=encoder,
             largest_magnitude=largest_magnitude,

@@ -151,8 +151,9 @@ def measure(
     DecoderShapes.from_config(checkpoint.config)
     check_model(str(model))
     directory = model if reference is None else reference
+    theirs = Reference(directory)
     prompts = _prompts(load_tokenizer(directory), checkpoint.config)
-    theirs, ours = Reference(directory), load_text(model)
+    ours = load_text(model)
     found = []
     for name, tokens in prompts.items():
         found.append(PromptParity.of(name, tokens, theirs, ours))

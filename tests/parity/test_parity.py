@@ -89,7 +89,7 @@ def test_one_flipped_row_is_noticed(tiny_directory: Callable[[str], Path], tmp_p
     prompt = load_tiny(CASE).prompts[2]
     expected = load_text(good)
     found = PromptParity.of("x", prompt.tokens, expected, load_text(damaged))
-    assert found.max_kl > 1000 * MAX_KL
+    assert found.max_kl > 100 * MAX_KL
     assert prompt.every is not None
     assert np.abs(expected.logits(prompt.tokens) - prompt.every).max() < 1e-3
 
@@ -132,7 +132,7 @@ class TestAgainstTransformers:
         assert lines[-1].endswith("within the limit of 1.0e-07 nats")
         assert main(["parity", str(damaged), "--reference", str(good), "--json"]) == 1
         found = json.loads(capsys.readouterr().out)
-        assert not found["agrees"] and found["max_kl"] > 1000 * MAX_KL
+        assert not found["agrees"] and found["max_kl"] > 100 * MAX_KL
         assert found["prompts"][-1]["tokens"] == CASES[CASE].sliding_window + 64
         assert main(["parity", str(damaged), "--reference", str(good), "--max-kl", "99"]) == 0
 
@@ -161,4 +161,4 @@ class TestAgainstTransformers:
         (tmp_path / "config.json").write_text("{}")
         assert main(["parity", model, "--reference", str(tmp_path)]) == 2
         line = capsys.readouterr().err.splitlines()[-1]
-        assert line.startswith(f"attnquant: {tmp_path}: transformers cannot read")
+        assert line.startswith(f"attnquant: {tmp_path}: transformers cannot load it")
