@@ -23,6 +23,12 @@ COVERAGES = {
     "every projection": "attention too",
     "every projection and the head": "and the head",
 }
+SIDES = {
+    "float32": "float32",
+    "NVFP4": "NVFP4",
+    "NVFP4, head too": "NVFP4 + head",
+    "llama.cpp Q4_K_M": "llama.cpp Q4",
+}
 PARTS = {"attention": "#1c6fb8", "mlp": "#b3540b", "head": "#2d7d46"}
 NAMES = {"attention": "attention", "mlp": "MLP", "head": "head"}
 WIDTH, HEIGHT, TOP, STEP, BAR = 860, 236, 66, 36, 22
@@ -68,7 +74,7 @@ def _device(content: Mapping[str, Any]) -> str:
 def _description(sizes: Mapping[str, Any], decode: Mapping[str, Any]) -> str:
     reads = [f"{label} {sizes[name]['total'] / 1e9:.1f} GB" for name, label in COVERAGES.items()]
     rates = decode["figures"]["tokens_per_second"]
-    speeds = [f"{name} {rate['median']:.1f}" for name, rate in rates.items()]
+    speeds = [f"{label} {rates[n]['median']:.1f}" for n, label in SIDES.items() if n in rates]
     return (
         f"Bytes that a token of {MODEL} reads: {', '.join(reads)}. "
         f"Tokens per second of Gemma 3 270M on a CPU: {', '.join(speeds)}."
@@ -95,10 +101,11 @@ def _bytes(sizes: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rates(rates: Mapping[str, Any]) -> Iterator[str]:
-    scale = (LENGTH - 20) / max(max(rate["values"]) for rate in rates.values())
-    for row, (name, rate) in enumerate(rates.items()):
+    shown = {label: rates[name] for name, label in SIDES.items() if name in rates}
+    scale = (LENGTH - 20) / max(max(rate["values"]) for rate in shown.values())
+    for row, (name, rate) in enumerate(shown.items()):
         x, y = 456.0 + LABEL, TOP + STEP * row
-        yield _label(456, y, name.replace(", head too", " + head"))
+        yield _label(456, y, name)
         yield _bar(x, y, rate["median"] * scale, "#5b6b00")
         least, most = (x + scale * pick(rate["values"]) for pick in (min, max))
         middle = y + BAR / 2

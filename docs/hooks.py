@@ -81,7 +81,8 @@ def comparison() -> list[dict[str, Any]]:
         source = {"device": _device(content), "command": content["command"]}
         for side, rate in content["figures"]["tokens_per_second"].items():
             value, spread = rate["median"], rate["spread"] / 2
-            records.append(_record(_MODEL, _DECODED[side], "rate", value, spread, source))
+            coverage = _DECODED.get(side, side)  # a peer is called what it is
+            records.append(_record(_MODEL, coverage, "rate", value, spread, source))
     if content := _result("quality"):
         source = {"device": _device(content), "command": content["command"]}
         records.append(_record(_MODEL, "nothing", "kl", 0, 0, source))

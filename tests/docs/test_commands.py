@@ -92,6 +92,7 @@ def test_commands_are_accepted(block: Block) -> None:
         accept(words)
 
 
+@pytest.mark.filterwarnings("ignore:The parameter --")
 @pytest.mark.parametrize(
     "command",
     [
