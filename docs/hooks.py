@@ -34,7 +34,7 @@ _MODEL, _SCALES = "Gemma 3 270M", "profile"
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Puts what the code knows in the place of the markers."""
     if SETTINGS_MARKER in markdown:
-        markdown = markdown.replace(SETTINGS_MARKER, "\n".join(settings_table()))
+        markdown = markdown.replace(SETTINGS_MARKER, "\n".join(settings_list()))
     if COMPARISON_MARKER in markdown:
         # In a script element `<` could end it.
         data = json.dumps(comparison()).replace("<", "\\u003c")
@@ -43,19 +43,21 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return markdown
 
 
-def settings_table() -> list[str]:
-    """Every setting: variable, field, values, default, and what it does."""
-    rows = [
-        "| variable | field in `config.json` | values | default | what it does |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+def settings_list() -> list[str]:
+    """Every setting: variable, field, values, default, and what it does; lines of Markdown."""
+    lines = []
     for setting in fields(Settings):
         meta = setting.metadata
-        rows.append(
-            f"| `{PREFIX}{setting.name.upper()}` | `{setting.name}` | {meta['allowed']} "
-            f"| {_shown(setting.default)} | {meta['doc']} |"
-        )
-    return rows
+        lines += [
+            f"### `{PREFIX}{setting.name.upper()}` {{ #{setting.name} }}",
+            "",
+            f"In `config.json`: `{setting.name}` · values: {meta['allowed']} · default: "
+            f"{_shown(setting.default)}",
+            "",
+            meta["doc"],
+            "",
+        ]
+    return lines
 
 
 def _shown(default: Any) -> str:
