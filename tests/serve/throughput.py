@@ -118,6 +118,8 @@ def _client(server: Server, load: Load, concurrency: int, result: Path) -> float
         "--num-prompts": load.requests * concurrency,
         "--max-concurrency": concurrency,
         "--seed": 1,
+        "--skip-first-n-requests": 0,
+        "--skip-last-n-requests": 0,
         "--result-filename": result,
     }
     switches = ["--no-collect-gpu-stats", "--no-collect-cpu-stats", "--no-collect-server-stats"]
