@@ -129,7 +129,7 @@ def test_every_import_is_a_dependency(project: dict[str, Any]):
 
 def test_extras_are_what_they_say(project: dict[str, Any]):
     extras = project["optional-dependencies"]
-    assert set(extras) == {"demo", "test", "parity", "peers", "eval", "docs"}
+    assert set(extras) == {"demo", "test", "parity", "peers", "plot", "eval", "docs"}
     assert "attnquant[demo]" in extras["test"] and "attnquant[test]" in extras["parity"]
     assert not any("torch" in text for text in extras["test"] + project["dependencies"])
 
