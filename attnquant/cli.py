@@ -1,4 +1,4 @@
-"""`python -m attnquant inspect | export | report`: what needs no server.
+"""`python -m attnquant inspect | export | report | parity`: what needs no server.
 
 Subcommands import what they need when they run, so that `inspect`, which reads a config.json, does
 not wait for MAX.
@@ -30,7 +30,20 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a subcommand; returns the exit status: 0, or 2 for what the user can mend."""
+    """Runs a subcommand; returns the exit status.
+
+    0, 1 where `parity` finds two models too far apart, or 2 for what the user can mend.
+    """
+    options = make_parser().parse_args(arguments)
+    try:
+        return options.run(options) or 0
+    except AttnquantError as error:
+        print(f"attnquant: {error}", file=sys.stderr)
+        return 2
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands; each leaves its function as `run`."""
     parser = _Parser(prog="python -m attnquant", description=__doc__)
     parser.add_argument("--version", action="version", version=f"attnquant {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -38,18 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser("inspect", help="what a model reads per token in NVFP4, and what fits")
     )
     _add_export(commands.add_parser("export", help="write a checkpoint in NVFP4, or as bundles"))
-    _add_report(commands.add_parser("report", help="what sharing blocks would cost a model"))
-    options = parser.parse_args(arguments)
-    try:
-        options.run(options)
-    except AttnquantError as error:
-        print(f"attnquant: {error}", file=sys.stderr)
-        return 2
-    return 0
+    _add_report(commands.add_parser("report", help="what sharing blocks or NVFP4 does to a model"))
+    _add_parity(commands.add_parser("parity", help="logits against transformers'"))
+    return parser
 
 
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a directory, a config.json, or a Hugging Face id")
+    parser.add_argument("model", help="a directory, a config.json, a Hugging Face id, or demo")
     parser.add_argument("--quant", choices=("none", "nvfp4"), default="nvfp4")
     parser.add_argument(
         "--ignore", type=patterns, default=(), help="as ATTNQUANT_QUANT_IGNORE: self_attn, ..."
@@ -73,10 +81,11 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> None:
+    from attnquant.demo import checkpoint_directory
     from attnquant.inspect import inspect, render, to_json
 
     report = inspect(
-        options.model,
+        str(checkpoint_directory(options.model)),
         quant=options.quant,
         ignore=options.ignore,
         quant_lm_head="nvfp4" if options.lm_head else "none",
@@ -139,7 +148,7 @@ def _part(text: str) -> float:
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="a dense checkpoint's directory; it is only read")
+    parser.add_argument("source", help="a dense checkpoint's directory, or demo; it is only read")
     parser.add_argument("target", help="the new directory")
     parser.add_argument("--quant", choices=("none", "nvfp4"), default="none")
     parser.add_argument(
@@ -169,6 +178,7 @@ def _export(options: argparse.Namespace) -> None:
 
     from attnquant.checkpoint.export import export_nvfp4
     from attnquant.checkpoint.export_theta import export_theta
+    from attnquant.demo import checkpoint_directory
     from attnquant.encoder import encoder_of
     from attnquant.kernels.codec import largest_magnitude
     from attnquant.nvfp4.accounting import format_bytes
@@ -179,8 +189,9 @@ def _export(options: argparse.Namespace) -> None:
         raise SettingsError(
             "export: found nothing to write that the source is not; give --quant nvfp4, or --blocks"
         )
+    source = checkpoint_directory(options.source)
     encoder = encoder_of(
-        options.source,
+        source,
         options.scales,
         shared=options.blocks is not None,
         tokens=options.profile_tokens,
@@ -192,7 +203,7 @@ def _export(options: argparse.Namespace) -> None:
         )
     with tqdm(unit="B", unit_scale=True, desc="export", disable=None) as bar:
         report = export(
-            options.source,
+            source,
             options.target,
             encode=encoder,
             largest_magnitude=largest_magnitude,
@@ -209,15 +220,32 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a dense checkpoint's directory")
-    parser.add_argument(
+    parser.description = (
+        "Says what sharing blocks (--quant none, the default) or NVFP4 (--quant nvfp4) does to a "
+        "model, as tables, and with --html as a page with plots."
+    )
+    parser.add_argument("model", help="a dense checkpoint's directory, or demo")
+    parser.add_argument("--quant", choices=("none", "nvfp4"), default="none")
+    parser.add_argument("--html", metavar="FILE", help="write a page with plots too")
+    blocks = parser.add_argument_group("sharing blocks")
+    blocks.add_argument(
         "--blocks", type=_typed(_counts), help="as ATTNQUANT_BLOCKS, one or more: 9,6,3"
     )
-    parser.add_argument(
+    blocks.add_argument(
         "--ranks", type=_typed(_counts), help="as ATTNQUANT_RANK, one or more: 0,16,32,64"
     )
-    parser.add_argument("--html", metavar="FILE", help="write a page with plots too")
+    nvfp4 = parser.add_argument_group("NVFP4")
+    nvfp4.add_argument("--ignore", type=patterns, help="as ATTNQUANT_QUANT_IGNORE: self_attn, ...")
+    nvfp4.add_argument(
+        "--scales", choices=("absmax", "mse", "profile"), help="as ATTNQUANT_QUANT_SCALES"
+    )
+    nvfp4.add_argument(
+        "--text", metavar="FILE", help="measure KL divergence and perplexity on a text too"
+    )
     parser.set_defaults(run=_report)
+
+
+_REPORT_OPTIONS = {"none": ("blocks", "ranks"), "nvfp4": ("ignore", "scales", "text")}
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -225,17 +253,37 @@ def _report(options: argparse.Namespace) -> None:
 
     from tqdm import tqdm
 
-    from attnquant.report import measure, render_page, render_table
+    from attnquant.demo import checkpoint_directory
     from attnquant.whole_file import write_whole
 
+    for quant, names in _REPORT_OPTIONS.items():
+        if quant != options.quant and (said := _given(options, *names)):
+            raise SettingsError(
+                f"--{next(iter(said))}: found --quant {options.quant}, expected --quant {quant}, "
+                "which it is for"
+            )
+    directory = checkpoint_directory(options.model)
+    chosen = _given(options, *_REPORT_OPTIONS[options.quant])
     with tqdm(unit="B", unit_scale=True, desc="report", disable=None) as bar:
-        report = measure(options.model, progress=bar.update, **_given(options, "blocks", "ranks"))
-    print(render_table(report))
+        if options.quant == "nvfp4":
+            from attnquant.report import nvfp4, nvfp4_page
+
+            if "text" in chosen:
+                chosen["text"] = Path(chosen["text"])
+            quantized = nvfp4.measure(directory, progress=bar.update, **chosen)
+            table = nvfp4_page.render_table(quantized)
+            page = nvfp4_page.render_page(quantized)
+        else:
+            from attnquant.report import measure, render_page, render_table
+
+            shared = measure(directory, progress=bar.update, **chosen)
+            table, page = render_table(shared), render_page(shared)
+    print(table)
     if options.html is not None:
-        path, page = Path(options.html), render_page(report).encode()
+        path, content = Path(options.html), page.encode()
 
         def write(place: Path) -> None:
-            place.write_bytes(page)
+            place.write_bytes(content)
 
         try:
             if path.exists() and not path.is_file():  # a device or a pipe
@@ -246,6 +294,50 @@ def _report(options: argparse.Namespace) -> None:
             raise SettingsError(
                 f"--html {options.html}: cannot be written ({error.strerror}); name another file"
             ) from None
+
+
+def _add_parity(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Holds the logits of attnquant's graph, on the CPU in float32 and under the ATTNQUANT_* "
+        "variables, against transformers' own, on a fixed set of prompts. Needs the parity extra."
+    )
+    parser.add_argument("model", help="a checkpoint's directory, or demo")
+    parser.add_argument(
+        "--reference", metavar="DIR", help="what transformers loads; default: the same checkpoint"
+    )
+    parser.add_argument(
+        "--max-kl",
+        metavar="NATS",
+        type=_typed(_distance),
+        help="exit with 1 if the KL divergence of any position is above; default 1e-7, which is "
+        "for unquantized weights",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_parity)
+
+
+def _parity(options: argparse.Namespace) -> int:
+    from attnquant.demo import checkpoint_directory
+    from attnquant.parity import measure, render_table, to_json
+    from attnquant.parity.measure import MAX_KL
+
+    reference = options.reference and checkpoint_directory(options.reference)
+    found = measure(
+        checkpoint_directory(options.model),
+        reference=reference or None,
+        limit=MAX_KL if options.max_kl is None else options.max_kl,
+    )
+    print(to_json(found) if options.json else render_table(found))
+    return 0 if found.agrees else 1
+
+
+def _distance(text: str) -> float:
+    try:
+        if 0 <= (value := float(text)) < float("inf"):
+            return value
+    except ValueError:
+        pass
+    raise SettingsError(f"{text!r} is not a number of nats, 0 or more")
 
 
 def _counts(text: str) -> tuple[int, ...]:

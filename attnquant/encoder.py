@@ -21,6 +21,7 @@ from attnquant.nvfp4.format import NVFP4Weight
 from attnquant.nvfp4.profile import SEED, SEQUENCE_TOKENS, Profile, chosen_scales, search_of
 from attnquant.projections import fused_groups, group_module, parse_projection
 from attnquant.settings import QuantScales, Settings
+from attnquant.text import architecture_of
 
 _SHARED = (
     "--scales profile needs each layer's own weight, and --blocks shares them; give --scales mse"
@@ -107,7 +108,6 @@ def _profile(checkpoint: Checkpoint, shapes: DecoderShapes, tokens: int, seed: i
     from max.graph.weights import load_weights
     from max.pipelines import PipelineArgs, PipelineConfig
 
-    import attnquant
     from attnquant.nn.profiled import LoadedDecoder
     from attnquant.nn.tensors import specs_of
 
@@ -123,9 +123,8 @@ def _profile(checkpoint: Checkpoint, shapes: DecoderShapes, tokens: int, seed: i
             max_batch_size=1,
         )
     )
-    (arch,) = (arch for arch in attnquant.ARCHITECTURES if arch.name == shapes.architecture)
     weights = load_weights(sorted(directory.glob("*.safetensors")))
     data = {name: tensor.data() for name, tensor in weights.items()}
     names, stored = decoder_tensors(specs_of(data), shapes, checkpoint.config)
-    config = arch.config.initialize(pipeline, max_seq_len=SEQUENCE_TOKENS)
+    config = architecture_of(shapes).config.initialize(pipeline, max_seq_len=SEQUENCE_TOKENS)
     return LoadedDecoder(config, data, names, stored).profile(tokens, seed)

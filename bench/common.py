@@ -115,15 +115,6 @@ def environment(**variables: str) -> dict[str, str]:
     return kept | variables
 
 
-def model_directory(model: str) -> Path:
-    """The checkpoint's directory; `demo` prepares the demo."""
-    if model != "demo":
-        return Path(model)
-    from attnquant.demo import prepare_demo
-
-    return prepare_demo()
-
-
 def device() -> dict[str, Any]:
     """CPU, cores that this process may use, and memory in GiB."""
     affinity = getattr(os, "sched_getaffinity", None)

@@ -22,14 +22,15 @@ from max.pipelines.context.tokens import TokenBuffer
 
 from attnquant.checkpoint.json_file import read_json_object
 from attnquant.decoder_shapes import DecoderShapes
+from attnquant.demo import checkpoint_directory
 from attnquant.gemma3.model import Gemma3Model
 from attnquant.gemma3.weight_adapters import convert_safetensors
+from attnquant.nn.loaded import LoadedPipeline, load_pipeline
 from attnquant.nvfp4.accounting import token_bytes
 from attnquant.nvfp4.coverage import Coverage, coverage_of
 from attnquant.settings import Settings
-from bench.common import Run, Sample, alternate, environment, model_directory, ratio, seconds
+from bench.common import Run, Sample, alternate, environment, ratio, seconds
 from bench.decode import SIDES
-from bench.pipeline import LoadedPipeline, load_pipeline
 
 MAX_LENGTH = 4096
 FLOAT32_BYTES = 4
@@ -106,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = run.parse(arguments)
     for name in os.environ.keys() - environment().keys():
         del os.environ[name]
-    directory = model_directory(options.model)
+    directory = checkpoint_directory(options.model)
     config: dict[str, Any] = read_json_object(directory / "config.json")
     shapes = DecoderShapes.from_config(config)
     window = config["sliding_window"]

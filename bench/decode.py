@@ -26,6 +26,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from attnquant.demo import checkpoint_directory
 from bench.common import (
     EVALUATION_TEXT,
     ROOT,
@@ -33,7 +34,6 @@ from bench.common import (
     Sample,
     alternate,
     environment,
-    model_directory,
     ratio,
     show_ratio,
 )
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="all that are installed, and for the demo only llama.cpp, unless said",
     )
     options = run.parse(arguments)
-    directory = model_directory(options.model)
+    directory = checkpoint_directory(options.model)
     prompt = prompt_of(
         Tokenizer.from_file(str(directory / "tokenizer.json")),
         EVALUATION_TEXT.read_text(encoding="utf-8"),

@@ -17,10 +17,11 @@ from max.pipelines.weights.fp4_quantization import FP4Format, quantize_nvfp4
 from numpy.typing import NDArray
 
 from attnquant.checkpoint import Checkpoint
+from attnquant.demo import checkpoint_directory
 from attnquant.kernels.codec import encode, relative_error
 from attnquant.nvfp4.format import NVFP4Weight
 from attnquant.projections import parse_projection
-from bench.common import Run, Sample, alternate, model_directory, ratio, seconds, show_ratio
+from bench.common import Run, Sample, alternate, ratio, seconds, show_ratio
 
 PEER = "MAX host encoder"
 
@@ -84,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.parser.add_argument("--rounds", type=int, default=3)
     run.parser.add_argument("--layers", type=int, help="only the first so many layers")
     options = run.parse(arguments)
-    checkpoint = Checkpoint.open(model_directory(options.model))
+    checkpoint = Checkpoint.open(checkpoint_directory(options.model))
     figures = measure(projections(checkpoint, options.layers), options.rounds)
     rows = [("encoder", "s per 100 M weights", f"{PEER} / it", "mean error", "worst error")]
     for name in ENCODERS:

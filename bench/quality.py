@@ -29,27 +29,24 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from max.dtype import DType
-from max.graph.weights import Weights
-from max.nn.transformer import ReturnLogits
-from max.pipelines.context import TextContext
-from max.pipelines.context.tokens import TokenBuffer
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from attnquant.checkpoint.checkpoint import Checkpoint
 from attnquant.decoder_shapes import DecoderShapes
+from attnquant.demo import checkpoint_directory
+from attnquant.divergence import chunks, compare
 from attnquant.encoder import encoder_of
-from attnquant.gemma3.model import Gemma3Model
-from attnquant.gemma3.weight_adapters import convert_safetensors
 from attnquant.kernels.codec import decode, encode, largest_magnitude
 from attnquant.nn.tensors import State, from_numpy, to_numpy
 from attnquant.nvfp4.format import NVFP4Weight
 from attnquant.nvfp4.profile import Profile
 from attnquant.projections import BLOCK_OF_ROLE, fused_groups, group_module
-from bench.common import EVALUATION_TEXT, Run, environment, model_directory
-from bench.divergence import Quality, chunks, compare
+from attnquant.text import load_text
+from bench.common import EVALUATION_TEXT, Run, environment
+from bench.divergence import Quality
 from bench.four_over_six import four_over_six
-from bench.pipeline import load_pipeline
 
 Scales = Literal["absmax", "four over six", "mse", "profile"]
 SCALES: tuple[Scales, ...] = get_args(Scales)
@@ -58,7 +55,6 @@ COVERAGES: dict[str, tuple[str, ...]] = {
     "attention only": ("self_attn",),
     "MLP only": ("mlp",),
 }
-MAX_LENGTH = 2048
 
 Logits = Callable[[Sequence[int]], NDArray[np.float32]]
 """Token ids to logits `[tokens, vocab]`."""
@@ -127,35 +123,9 @@ class Quantized:
 
 
 def load(directory: Path, change: Change | None = None) -> Logits:
-    """Compiles the checkpoint's graph in float32, with every position's logits, on the CPU."""
-
-    def adapter(tensors: dict[str, Weights], *, huggingface_config: Any, **rest: Any) -> State:
-        state = convert_safetensors(tensors, huggingface_config=huggingface_config, **rest)
-        shapes = DecoderShapes.from_config(huggingface_config.to_dict())
-        return state if change is None else change(state, shapes)
-
-    loaded = load_pipeline(
-        directory,
-        Gemma3Model,
-        adapter=adapter,
-        return_logits=ReturnLogits.ALL,
-        max_length=MAX_LENGTH,
-        max_batch_size=1,
-    )
-    model, cache = loaded.model, loaded.cache
-
-    def logits(tokens: Sequence[int]) -> NDArray[np.float32]:
-        context = TextContext(max_length=MAX_LENGTH, tokens=TokenBuffer(np.array(tokens, np.int64)))
-        cache.claim(context, replica_idx=0)
-        cache.alloc(context).synchronize()
-        inputs = model.prepare_initial_token_inputs(
-            [[context]], cache.runtime_inputs([[context]]), return_n_logits=1
-        )
-        rows: NDArray[np.float32] = model.execute(model_inputs=inputs).logits.to_numpy()
-        cache.release(context)
-        return rows
-
-    return logits
+    """The checkpoint's model, its weights changed before they are bound."""
+    shapes = DecoderShapes.from_config(Checkpoint.open(directory).config)
+    return load_text(directory, change and (lambda state: change(state, shapes))).logits
 
 
 def measure(
@@ -191,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         del os.environ[name]
     if "absmax" not in options.scales:
         run.parser.error("--scales: expected absmax too, which the others are held against")
-    directory = model_directory(options.model)
+    directory = checkpoint_directory(options.model)
     names, profiles = list(options.scales), {}
     if "profile" in names:
         profiles["profile"] = encoder_of(directory, "profile").profile

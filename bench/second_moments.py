@@ -26,12 +26,14 @@ from tqdm import tqdm
 
 from attnquant.checkpoint.json_file import read_json_object
 from attnquant.decoder_shapes import DecoderShapes
+from attnquant.demo import checkpoint_directory
+from attnquant.divergence import chunks, compare
 from attnquant.kernels.codec import decode, encode, largest_magnitude
 from attnquant.nvfp4.format import BLOCK_SIZE
 from attnquant.nvfp4.profile import SEED, SEQUENCE_TOKENS, Profile, random_tokens
 from attnquant.projections import BLOCK_OF_ROLE, fused_groups, group_module
-from bench.common import EVALUATION_TEXT, Run, model_directory, seconds
-from bench.divergence import Quality, chunks, compare
+from bench.common import EVALUATION_TEXT, Run, seconds
+from bench.divergence import Quality
 
 Array = NDArray[np.float32]
 Moments = Mapping[str, NDArray[np.float64]]
@@ -189,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.parser.add_argument("--sequences", type=int, default=8, help="of 512 tokens")
     run.parser.add_argument("--chunks", type=int, help="of the text, only the first so many")
     options = run.parse(arguments)
-    directory = model_directory(options.model)
+    directory = checkpoint_directory(options.model)
     shapes = DecoderShapes.from_config(read_json_object(directory / "config.json"))
     reference = Reference(str(directory), shapes)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))

@@ -28,15 +28,15 @@ from tokenizers import Tokenizer
 
 from attnquant.checkpoint.checkpoint import Checkpoint
 from attnquant.decoder_shapes import DecoderShapes
+from attnquant.divergence import chunks, compare, standard_error
 from attnquant.nn.tensors import State, from_numpy
 from attnquant.nn.weights import decoder_weights
 from attnquant.projections import ProjectionKey, fused_groups, group_module
 from attnquant.report import Point, measure
 from attnquant.settings import Settings
 from attnquant.theta import ThetaBundle, decompose_decoder, effective_weight
-from bench.common import EVALUATION_TEXT, Run, Sample, alternate, environment, model_directory
+from bench.common import EVALUATION_TEXT, Run, Sample, alternate, environment
 from bench.common import seconds as seconds_of
-from bench.divergence import chunks, compare, standard_error
 from bench.projections_graph import Projections
 from bench.quality import load
 
@@ -198,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # The settings are this command's to choose.
     for name in os.environ.keys() - environment().keys():
         del os.environ[name]
-    (paths if options.paths else quality)(run, options, model_directory(options.model))
+    (paths if options.paths else quality)(run, options(options.model))
 
 
 if __name__ == "__main__":

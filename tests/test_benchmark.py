@@ -1,4 +1,7 @@
-"""What theta bundles take on a disk; `pytest tests/test_benchmark.py -s` prints the table.
+"""What theta bundles take on a disk, and how fast servers are.
+
+`pytest tests/test_benchmark.py -s` prints the sizes, and with `-m serve -k Throughput`, on a GPU,
+the throughput of live servers.
 
 Sizes follow from shapes, so every decoder has a row without its weights: the real Gemma 3 270M, and
 Gemma 4 31B. They are the bytes of the projections as `python -m attnquant export --blocks B --rank
@@ -23,6 +26,8 @@ from attnquant.nvfp4.reference import encode
 from attnquant.nvfp4.report import align
 from attnquant.theta import block_keys
 from tests.configs import gemma3_270m, gemma4_31b
+from tests.serve.needs import served_model, skip_without
+from tests.serve.throughput import Load, Side, measure, table
 from tests.tiny.gemma3 import CASES
 
 RANKS = (0, 16, 32, 64)
@@ -99,3 +104,24 @@ class TestThetaBundleSize:
         )
         shapes = DecoderShapes.from_config(case.config())
         assert written == bundle_bytes(shapes, blocks, rank, packed=packed)
+
+
+NVFP4 = {"ATTNQUANT_QUANT": "nvfp4"}
+SIDES = {
+    "MAX's own, bf16": Side(builtin=True),
+    "attnquant, bf16": Side(),
+    "MLP in NVFP4": Side(variables=NVFP4 | {"ATTNQUANT_QUANT_IGNORE": "self_attn"}),
+    "every projection in NVFP4": Side(variables=NVFP4),
+}
+SESSIONS = 5
+
+
+@pytest.mark.serve
+class TestThroughput:
+    def test_tokens_per_second_of_live_servers(self, tmp_path: Path) -> None:
+        model = served_model()
+        skip_without(model)
+        load = Load(model=model, served=model, tokenizer=model, options=("--max-length", "4096"))
+        rates = measure(load, SIDES, SESSIONS, tmp_path)
+        print(f"\n{model}, {SESSIONS} sessions a side", *table(rates), sep="\n")
+        assert all(len(values) == SESSIONS and min(values) > 0 for values in rates.values())

@@ -31,17 +31,19 @@ LAYERS: tuple[frozenset[str], ...] = (
             "config_values",
             "vision_shapes",
             "drafter_shapes",
+            "divergence",
         }
     ),
     frozenset({"checkpoint", "theta", "nvfp4", "demo", "memory", "memory_report"}),
     frozenset({"kernels"}),
     frozenset({"nn"}),
     frozenset({"gemma3", "gemma4"}),
-    frozenset({"inspect", "preflight", "report", "encoder", "cli"}),
+    frozenset({"inspect", "preflight", "text", "report", "parity", "encoder", "cli"}),
     frozenset({"__init__", "__main__"}),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 MAY_IMPORT_MAX = frozenset({"kernels", "nn", "gemma3", "gemma4", "encoder", "cli"})
+MAY_IMPORT_TORCH = frozenset({"parity"})
 STRANGERS = frozenset({"gemma3", "gemma4"})
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -91,7 +93,8 @@ def problems(path: Path, package: Path) -> list[str]:
                 found.append(f"{place}: {top} imports {target}")
     for name in imported(tree, typing_too=False):
         root = name.split(".")[0]
-        if root == "torch" or (root == "max" and top not in MAY_IMPORT_MAX):
+        allowed = {"torch": MAY_IMPORT_TORCH, "max": MAY_IMPORT_MAX}
+        if root in allowed and top not in allowed[root]:
             found.append(f"{place}: {top} imports {root}")
     return found
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from math import ceil, floor, log10
 
 _WIDTH, _HEIGHT = 360, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 64, 12, 38
+_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 64, 22, 38
 _TICKS = 5
 
 XY = tuple[float, float]
@@ -70,6 +70,7 @@ def heat_map(
     rows: Sequence[str],
     columns: Sequence[str],
     most: float,
+    least: float = 0.0,
     label: str,
 ) -> str:
     """A cell for each row and column, the darker the larger; None is left empty.
@@ -79,9 +80,10 @@ def heat_map(
         rows: what the rows are.
         columns: what the columns are.
         most: the value of the darkest colour.
+        least: the value of the lightest colour.
         label: what the map shows, for who cannot see it.
     """
-    side, height, left, top = 34, 14, 30, 62
+    side, height, left, top = 34, 14, 30, 46
     parts = []
     for index, name in enumerate(columns):
         x = left + side * (index + 0.5)
@@ -94,7 +96,8 @@ def heat_map(
         for column, value in enumerate(values):
             if value is None:
                 continue
-            shade = round(100 * min(1.0, value / most)) if most else 0
+            part = (value - least) / (most - least) if most > least else 0.0
+            shade = round(100 * min(1.0, max(0.0, part)))
             fill = f"color-mix(in srgb, var(--hot) {shade}%, var(--cold))"
             parts.append(
                 f'<rect x="{left + side * column}" y="{y}" width="{side - 2}" '
@@ -103,6 +106,53 @@ def heat_map(
             )
     width = left + side * len(columns) + 36
     return _svg(width, top + height * len(rows) + 4, label, *parts)
+
+
+def bar_chart(
+    bars: Mapping[str, Sequence[float]],
+    *,
+    parts: Sequence[str],
+    show: Callable[[float], str],
+    label: str,
+) -> str:
+    """A bar for each label, made of parts that lie one after the other, and its sum at its end.
+
+    Args:
+        bars: by label, from above; each as many values as there are parts.
+        parts: what they are; a part's text shows when it is pointed at.
+        show: a value as text.
+        label: what the chart shows, for who cannot see it.
+    """
+    left, height, gap = 52, 20, 10
+    whole = max(map(sum, bars.values())) or 1.0
+    scale = (_WIDTH - left - _RIGHT - 4) / whole
+    drawn = []
+    for row, (name, values) in enumerate(bars.items()):
+        x, y = float(left), row * (height + gap)
+        drawn.append(f'<text class="name" x="{left - 6}" y="{y + 14}" text-anchor="end">')
+        drawn.append(f"{escape(name)}</text>")
+        for index, (part, value) in enumerate(zip(parts, values, strict=True)):
+            width = value * scale
+            drawn.append(
+                f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{height}" '
+                f'fill="var(--line-{index % 6})"><title>{escape(name)}, {escape(part)}: '
+                f"{escape(show(value))}</title></rect>"
+            )
+            x += width
+        drawn.append(f'<text x="{x + 6:.2f}" y="{y + 14}">{escape(show(sum(values)))}</text>')
+    return _svg(_WIDTH, len(bars) * (height + gap), label, *drawn)
+
+
+def legend(parts: Sequence[str]) -> str:
+    """What the colours of a bar chart stand for, as HTML."""
+    return (
+        '<p class="legend">'
+        + "".join(
+            f'<span><i style="background:var(--line-{index % 6})"></i>{escape(part)}</span>'
+            for index, part in enumerate(parts)
+        )
+        + "</p>"
+    )
 
 
 def _svg(width: float, height: float, label: str, *parts: str) -> str:

@@ -18,7 +18,7 @@ from attnquant.gemma3.arch import gemma3_arch
 from attnquant.gemma3.batch_processor import Gemma3Inputs
 from attnquant.gemma3.model import Gemma3Model
 from attnquant.gemma3.weight_adapters import convert_safetensors
-from bench.pipeline import load_pipeline
+from attnquant.nn.loaded import load_pipeline
 from tests.abi import assert_is_declared
 from tests.golden.data import load_tiny, relative_error
 from tests.models import MAX_LENGTH

@@ -27,7 +27,7 @@ from PIL import Image
 from attnquant.gemma4.batch_processor import Gemma4Inputs
 from attnquant.gemma4.model import Gemma4Model
 from attnquant.gemma4.weight_adapters import convert_safetensors
-from bench.pipeline import load_pipeline
+from attnquant.nn.loaded import load_pipeline
 from tests.models import MAX_LENGTH
 from tests.tiny.gemma4 import PATCH, POOLING, SOFT_TOKENS
 

@@ -87,7 +87,7 @@ def test_the_table_has_every_role_and_layer(report: Report) -> None:
     assert sum(bool(re.match(r"\d+ ", line)) for line in lines) == 9 + CASE.layers
 
 
-class _Page(HTMLParser):
+class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
@@ -111,7 +111,7 @@ class _Page(HTMLParser):
 
 def test_the_page_is_whole_and_needs_nothing_else(report: Report) -> None:
     text = render_page(report)
-    page = _Page(text)
+    page = Page(text)
     assert not page.open
     assert "script" not in page.seen and "link" not in page.seen and "url(" not in text
     assert "http" not in text
@@ -127,7 +127,7 @@ def test_a_model_s_name_cannot_break_the_page(report: Report) -> None:
     import dataclasses
 
     text = render_page(dataclasses.replace(report, model="a<b>&'\"c"))
-    assert not _Page(text).open
+    assert not Page(text).open
     assert "a&lt;b&gt;&amp;" in text and "<b>" not in text
 
 

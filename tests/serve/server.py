@@ -10,12 +10,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+RUN_MAX = (sys.executable, str(ROOT / "run_max.py"))
+MAX = (str(Path(sys.executable).with_name("max")),)
 STARTUP_SECONDS = 1200
 GRACE_SECONDS = 60
 
@@ -36,12 +38,14 @@ class Server:
 
 
 @contextmanager
-def serve(log: Path, *arguments: str, **variables: str) -> Iterator[Server]:
+def serve(
+    log: Path, *arguments: str, command: Sequence[str] = RUN_MAX, **variables: str
+) -> Iterator[Server]:
     """Starts the server, waits until it answers, and stops it as a supervisor would."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "run_max.py", "serve", *arguments, "--port", str(port)]
+    command = [*command, "serve", *arguments, "--port", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
