@@ -24,6 +24,7 @@ from max.nn.transformer.transformer import logits_postprocess
 from max.pipelines.lib import PipelineConfig
 from typing_extensions import Self
 
+from attnquant.config_values import Activation
 from attnquant.drafter_shapes import DrafterShapes
 from attnquant.errors import UnsupportedError
 from attnquant.gemma4.model_config import Gemma4Config
@@ -52,7 +53,7 @@ class DrafterConfig:
 
     shapes: DrafterShapes
     rms_norm_eps: float
-    hidden_activation: str
+    hidden_activation: Activation
 
     @classmethod
     def initialize(cls, pipeline_config: PipelineConfig) -> Self:
