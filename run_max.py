@@ -85,12 +85,51 @@ def _given(arguments: Sequence[str], option: str) -> bool:
 
 
 def _value(arguments: Sequence[str], options: Sequence[str]) -> str | None:
-    """What the user gave for an option, whichever way it is spelled."""
+    """What the user gave for an option, whichever way it is spelled; the last, as MAX takes it."""
+    found = None
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, separator, value = argument.partition("=")
         if name in options:
-            return value if separator else following
-    return None
+            found = value if separator else following
+    return found
+
+
+def _replaced(arguments: Sequence[str], options: Sequence[str], value: str) -> list[str]:
+    """The arguments with another value for an option, wherever it is given."""
+    result = []
+    for previous, argument in zip(["", *arguments], arguments, strict=False):
+        name, separator, _ = argument.partition("=")
+        if previous in options:
+            argument = value
+        elif separator and name in options:
+            argument = f"{name}={value}"
+        result.append(argument)
+    return result
+
+
+def model_of(arguments: Sequence[str]) -> str | None:
+    """The model that the user named: by an option, or in a file of options.
+
+    Raises:
+        SettingsError: the file cannot be read, or is no YAML.
+    """
+    model = _value(arguments, MODEL_OPTIONS)
+    file = _value(arguments, ("--config-file",))
+    if model is not None or file is None:
+        return model
+    import yaml
+
+    from attnquant.errors import SettingsError
+
+    try:
+        section = (yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}).get("model") or {}
+    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise SettingsError(
+            f"--config-file {file}: cannot be read as YAML options ({reason}); see recipes/"
+        ) from None
+    named = section.get("model_path") if isinstance(section, dict) else None
+    return named if isinstance(named, str) else None
 
 
 def with_demo(arguments: Sequence[str]) -> list[str]:
@@ -105,14 +144,7 @@ def with_demo(arguments: Sequence[str]) -> list[str]:
 
     with redirect_stderr(StringIO() if RESTARTED in os.environ else sys.stderr):
         directory = prepare_demo()
-    result = []
-    for previous, argument in zip(["", *arguments], arguments, strict=False):
-        name, _, value = argument.partition("=")
-        if previous in MODEL_OPTIONS and argument == "demo":
-            argument = str(directory)
-        elif name in MODEL_OPTIONS and value == "demo":
-            argument = f"{name}={directory}"
-        result.append(argument)
+    result = _replaced(arguments, MODEL_OPTIONS, str(directory))
     if arguments[0] == "serve" and not _given(arguments, "--served-model-name"):
         result += ["--served-model-name", "demo"]
     if arguments[0] == "generate":
@@ -141,10 +173,13 @@ def main(arguments: Sequence[str]) -> int:
     wants_help = "--help" in arguments
     try:
         if arguments and arguments[0] in MODEL_COMMANDS and not wants_help:
-            preflight.check_settings(_value(arguments, MODEL_OPTIONS))
+            preflight.check_settings(model_of(arguments))
             preflight.check_draft(_value(arguments, DRAFT_OPTIONS))
             arguments = with_demo(arguments)
-            preflight.check_model(_value(arguments, MODEL_OPTIONS))
+            preflight.check_model(model_of(arguments))
+            if (model := _value(arguments, MODEL_OPTIONS)) and model.rstrip("/"):
+                # MAX 26.7 finds no weights in a relative path that ends in a slash.
+                arguments = _replaced(arguments, MODEL_OPTIONS, model.rstrip("/"))
             from max.driver import accelerator_count
 
             arguments = with_defaults(arguments, has_accelerator=accelerator_count() > 0)

@@ -41,7 +41,7 @@ _ARCHITECTURE_OF_TEXT: dict[str, str] = {
 }
 
 # A hundred times what decoders have: what a broken number must not make us build.
-_MOST_LAYERS = 10_000
+MOST_LAYERS = 10_000
 
 # Every sixth layer attends to everything, where a config says nothing else.
 _DEFAULT_PATTERN = 6
@@ -225,9 +225,9 @@ def _refuse_unsupported(text: ConfigFields) -> None:
 
 def _layer_types(text: ConfigFields) -> tuple[LayerType, ...]:
     count = text.positive("num_hidden_layers")
-    if count > _MOST_LAYERS:
+    if count > MOST_LAYERS:
         raise CheckpointError(
-            f"config.json: num_hidden_layers is {count}, expected at most {_MOST_LAYERS}"
+            f"config.json: num_hidden_layers is {count}, expected at most {MOST_LAYERS}"
         )
     kinds = text.get("layer_types", None)
     if kinds is None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from attnquant.checkpoint.checkpoint import HUB_ID
 from attnquant.checkpoint.json_file import quote, read_json_object
 from attnquant.decoder_shapes import DecoderShapes, text_config
 from attnquant.errors import CheckpointError
@@ -29,9 +29,6 @@ from attnquant.settings import Quant
 
 CONFIG = "config.json"
 HF_QUANT_CONFIG = "hf_quant_config.json"
-
-# A Hugging Face id: one or two names of letters, digits, dots, dashes and underscores.
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +234,7 @@ def _configs(source: str | Path) -> tuple[Mapping[str, Any], Mapping[str, Any] |
         quant = path / HF_QUANT_CONFIG
         config = read_json_object(path / CONFIG)
         return config, read_json_object(quant) if quant.is_file() else None
-    if isinstance(source, Path) or not _HUB_ID.fullmatch(source):
+    if isinstance(source, Path) or not HUB_ID.fullmatch(source):
         raise CheckpointError(
             f"{source}: found no such file or directory, expected a checkpoint's directory, a "
             "config.json, or a Hugging Face id such as google/gemma-3-270m"

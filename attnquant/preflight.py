@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
+from reprlib import repr  # shortens what a hostile config puts into a message
 from typing import Any
 
 import attnquant
-from attnquant.checkpoint.checkpoint import CONFIG_FILE, Checkpoint
-from attnquant.checkpoint.json_file import read_json_object
+from attnquant.checkpoint.checkpoint import CONFIG_FILE, HUB_ID, Checkpoint
+from attnquant.checkpoint.companions import check_companions
+from attnquant.checkpoint.json_file import quote
 from attnquant.checkpoint.theta_layout import held_bundles
 from attnquant.checkpoint.verify import verify_decoder
+from attnquant.config_values import MODEL_TYPES, check_values
 from attnquant.decoder_shapes import DecoderShapes
 from attnquant.errors import CheckpointError, SettingsError, UnsupportedError
 from attnquant.nvfp4.coverage import coverage_of
 from attnquant.settings import Settings
 from attnquant.theta import plan_of
+
+# MAX 26.7 looks for a local checkpoint's weights with a glob that begins with its path.
+_PATTERN = set("*?[")
+
+# Models of several networks, which MAX serves, have one of these in config.json's place.
+_PIPELINES = ("model_index.json", "scheduler_config.json")
 
 
 def check_settings(model: str | None = None) -> None:
@@ -28,8 +38,9 @@ def check_settings(model: str | None = None) -> None:
         SettingsError: one line that lists all that is wrong.
     """
     try:
-        config = _served_config(model) or {}
-    except CheckpointError:  # what is wrong with config.json, `check_model` says
+        directory = _local(model)
+        config = (directory and _served_config(directory)) or {}
+    except CheckpointError:  # what is wrong with the checkpoint, `check_model` says
         config = {}
     Settings.read(config.get("attnquant"))
 
@@ -64,13 +75,15 @@ def check_model(model: str | None) -> None:
         CheckpointError: the checkpoint.
         UnsupportedError: a well-formed checkpoint that is not served.
     """
-    config = _served_config(model)
-    if config is None:
+    directory = _local(model)
+    if directory is None or (config := _served_config(directory)) is None:
         return
     settings = Settings.read(config.get("attnquant"))
-    checkpoint = Checkpoint.open(Path(model or ""))
+    checkpoint = Checkpoint.open(directory)
     shapes = DecoderShapes.from_config(config)
+    check_values(config, shapes)
     stored = verify_decoder(checkpoint, shapes)
+    check_companions(directory)
     packed = {path for path, weight in stored.items() if weight.is_nvfp4}
     problems = []
     try:
@@ -86,12 +99,39 @@ def check_model(model: str | None) -> None:
         raise SettingsError("; ".join(problems))
 
 
-def _served_config(model: str | None) -> dict[str, Any] | None:
-    """config.json of a directory that holds a decoder which attnquant serves."""
-    directory = Path(model) if model else None
-    if directory is None or not (directory / CONFIG_FILE).is_file():
+def _local(model: str | None) -> Path | None:
+    """The directory that the user named; None for a Hugging Face id, or for nothing."""
+    if not model:
         return None
-    config = read_json_object(directory / CONFIG_FILE)
+    directory = Path(model)
+    if not os.path.lexists(directory):
+        if HUB_ID.fullmatch(model):
+            return None
+        raise CheckpointError(
+            f"--model {quote(model)}: found no such directory, expected a checkpoint's directory, "
+            "or a Hugging Face id such as google/gemma-3-270m"
+        )
+    if set(model) & _PATTERN:
+        raise CheckpointError(
+            f"--model {quote(model)}: found one of {' '.join(sorted(_PATTERN))} in the path, which "
+            "MAX takes for a pattern of other paths; rename the directory, or link to it"
+        )
+    return directory
+
+
+def _served_config(directory: Path) -> dict[str, Any] | None:
+    """A directory's config.json; None where MAX serves its model by an architecture of its own."""
+    has_config = os.path.lexists(directory / CONFIG_FILE)
+    if not has_config and any((directory / name).is_file() for name in _PIPELINES):
+        return None
+    config = Checkpoint.read_config(directory)
     names = config.get("architectures")
-    served = isinstance(names, list) and any(name in names for name in attnquant.SERVED)
-    return config if served else None
+    if isinstance(names, list) and any(name in names for name in attnquant.SERVED):
+        return config
+    own = [name for name, types in MODEL_TYPES.items() if config.get("model_type") in types]
+    if own or not (isinstance(names, list) and names and all(isinstance(n, str) for n in names)):
+        raise CheckpointError(
+            f"{quote(directory / CONFIG_FILE)}: architectures is {repr(names)}, expected a list "
+            f"with {' or '.join(own or attnquant.SERVED)}; correct it, or download it again"
+        )
+    return None

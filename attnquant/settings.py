@@ -8,6 +8,7 @@ and the sentence that documentation and error messages print.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -257,6 +258,7 @@ def _unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def _as_text(value: Any, *, is_list: bool) -> str:
+    """A field as a variable would say it: `true`, `null` and `[1]` as JSON writes them."""
     if is_list and isinstance(value, (list, tuple)):
         return ",".join(map(str, value))
-    return str(value)
+    return value if isinstance(value, str) else json.dumps(value)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from reprlib import repr  # shortens what a hostile config puts into a message
 from typing import Any
 
-from attnquant.decoder_shapes import ConfigFields, text_config
+from attnquant.decoder_shapes import MOST_LAYERS, ConfigFields, text_config
 from attnquant.errors import CheckpointError
 
 # Gemma 4's text-only line has a `vision_config` of another kind, whose weights are not loaded.
@@ -69,9 +69,14 @@ class VisionShapes:
                 f"config.json: vision_config is {repr(values)}, expected an object"
             )
         vision = ConfigFields(values, "vision_config.")
+        if (layers := vision.positive("num_hidden_layers", 16)) > MOST_LAYERS:
+            raise CheckpointError(
+                f"config.json: vision_config.num_hidden_layers is {layers}, expected at most "
+                f"{MOST_LAYERS}"
+            )
         head_dim = vision.positive("head_dim", 64)
         return cls(
-            layers=vision.positive("num_hidden_layers", 16),
+            layers=layers,
             hidden=vision.positive("hidden_size", 768),
             inner=vision.positive("intermediate_size", 3072),
             queries=vision.positive("num_attention_heads", 12) * head_dim,
@@ -89,6 +94,41 @@ class VisionShapes:
         """Weights of q, k and v, and of gate and up, of all layers: MAX's tower stacks them."""
         rows = self.queries + 2 * self.keys + 2 * self.inner
         return self.layers * rows * self.hidden
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor of the tower, by its name in the checkpoint below its prefix.
+
+        A linear layer that could clip its input wraps the one with the weight; the `linear.` that
+        this puts into names is left out here.
+        """
+        tower = "vision_tower."
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{tower}patch_embedder.position_embedding_table": (2, self.positions, self.hidden),
+            f"{tower}patch_embedder.input_proj.weight": (self.hidden, self.pixels),
+            "embed_vision.embedding_projection.weight": (self.text_hidden, self.hidden),
+        }
+        if self.standardized:
+            shapes |= {f"{tower}std_{name}": (self.hidden,) for name in ("bias", "scale")}
+        layer: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj": (self.queries, self.hidden),
+            "self_attn.k_proj": (self.keys, self.hidden),
+            "self_attn.v_proj": (self.keys, self.hidden),
+            "self_attn.o_proj": (self.hidden, self.queries),
+            "mlp.gate_proj": (self.inner, self.hidden),
+            "mlp.up_proj": (self.inner, self.hidden),
+            "mlp.down_proj": (self.hidden, self.inner),
+            "self_attn.q_norm": (self.head_dim,),
+            "self_attn.k_norm": (self.head_dim,),
+            "input_layernorm": (self.hidden,),
+            "post_attention_layernorm": (self.hidden,),
+            "pre_feedforward_layernorm": (self.hidden,),
+            "post_feedforward_layernorm": (self.hidden,),
+        }
+        for index in range(self.layers):
+            prefix = f"{tower}encoder.layers.{index}."
+            shapes |= {f"{prefix}{name}.weight": shape for name, shape in layer.items()}
+        return shapes
 
     @property
     def weights(self) -> int:

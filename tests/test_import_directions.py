@@ -28,6 +28,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "settings",
             "projections",
             "decoder_shapes",
+            "config_values",
             "vision_shapes",
         }
     ),

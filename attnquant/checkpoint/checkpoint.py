@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from attnquant.checkpoint.json_file import quote, read_json_object
-from attnquant.checkpoint.safetensors import TensorInfo, read_header
+from attnquant.checkpoint.safetensors import MAX_TENSORS, TensorInfo, read_header
 from attnquant.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
@@ -30,8 +30,14 @@ CONFIG_FILE = "config.json"
 QUANT_CONFIG_FILE = "hf_quant_config.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+"""A Hugging Face id: one or two names of letters, digits, dots, dashes and underscores."""
+
 _SHARD_OF = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 _LISTED = 5
+
+# Directories of weights below a checkpoint's that MAX does not take for more shards of it.
+_NOT_SHARDS = re.compile(r"consolidated|(^|/)checkpoint-\d+(/|$)")
 
 
 class Checkpoint:
@@ -66,13 +72,8 @@ class Checkpoint:
         """
         root = Path(directory)
         try:
-            if not root.is_dir():
-                found = "a file" if root.exists() else "nothing"
-                raise CheckpointError(
-                    f"{quote(root)}: found {found}, expected a checkpoint's directory; give the "
-                    f"directory that holds {CONFIG_FILE}"
-                )
-            config = read_json_object(contained(root, CONFIG_FILE))
+            config = cls.read_config(root)
+            _check_below(root)
             quant = contained(root, QUANT_CONFIG_FILE)
             hf_quant_config = read_json_object(quant) if os.path.lexists(quant) else None
             indexed = os.path.lexists(root / INDEX_FILE)
@@ -87,6 +88,21 @@ class Checkpoint:
                 "weights; download them again"
             )
         return cls(root, config, hf_quant_config, tensors)
+
+    @staticmethod
+    def read_config(root: Path) -> dict[str, Any]:
+        """config.json of a checkpoint's directory.
+
+        Raises:
+            CheckpointError: this is no directory, or it has no config.json that can be read.
+        """
+        if not root.is_dir():
+            found = "a file" if root.exists() else "nothing"
+            raise CheckpointError(
+                f"{quote(root)}: found {found}, expected a checkpoint's directory; give the "
+                f"directory that holds {CONFIG_FILE}"
+            )
+        return read_json_object(contained(root, CONFIG_FILE))
 
     def info(self, name: str) -> TensorInfo:
         """The tensor's place.
@@ -230,6 +246,11 @@ def _read_indexed(root: Path) -> dict[str, TensorInfo]:
 
 
 def _add(tensors: dict[str, TensorInfo], info: TensorInfo) -> None:
+    if len(tensors) == MAX_TENSORS:
+        raise CheckpointError(
+            f"{quote(info.file)}: found more than {MAX_TENSORS} tensors in all, expected a "
+            "model's; download it again"
+        )
     if info.name in tensors:
         raise CheckpointError(
             f"{quote(info.file)}: tensor {quote(info.name)}: found it in "
@@ -247,6 +268,26 @@ def _shard_names(root: Path) -> list[str]:
     """The directory's safetensors files, but for hidden ones (macOS' `._x`, partial downloads)."""
     names = (path.name for path in root.glob("*.safetensors"))
     return sorted(name for name in names if not name.startswith("."))
+
+
+def _check_below(root: Path) -> None:
+    """Refuses weights in directories below, which MAX would load as more shards of the model."""
+    for parent, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in folders:
+            if (folder := Path(parent) / name).is_symlink():
+                raise CheckpointError(
+                    f"{quote(folder)}: found a link to a directory, expected files; MAX would look "
+                    "for weights where it leads: remove it"
+                )
+        below = Path(parent).relative_to(root).as_posix()
+        for name in sorted(names) if below != "." else ():
+            path = f"{below}/{name}"
+            if _is_plain_shard(name) and not _NOT_SHARDS.search(path):
+                raise CheckpointError(
+                    f"{quote(root / path)}: found weights below the checkpoint's directory, which "
+                    "MAX would load as a part of it; move them elsewhere"
+                )
 
 
 def _check_series(root: Path, names: list[str]) -> None:

@@ -109,7 +109,14 @@ def stored_weights(
             contradict the quantization that the configs declare; names the tensor.
         UnsupportedError: the configs declare a quantization other than NVFP4.
     """
-    ignore = declared_ignore(config, hf_quant_config)
+    declarations = [
+        ("config.json", config.get("quantization_config"), declared_ignore(config)),
+        (
+            "hf_quant_config.json",
+            (hf_quant_config or {}).get("quantization"),
+            declared_ignore({}, hf_quant_config),
+        ),
+    ]
     modules: dict[str, dict[str, str]] = {}
     paths: dict[str, str] = {}
     for name in tensors:
@@ -124,9 +131,9 @@ def stored_weights(
             modules.setdefault(path, {})[suffix] = name
     weights = {path: _stored(paths[path], found, tensors) for path, found in modules.items()}
     # Without any declaration the tensors speak for themselves, as they do in MAX.
-    if ignore is not None:
-        declared = config.get("quantization_config") or (hf_quant_config or {})["quantization"]
-        _check_declared(weights, tensors, ignore, declared)
+    for file, declared, ignore in declarations:
+        if ignore is not None:
+            _check_declared(weights, tensors, ignore, declared or {}, file)
     return weights
 
 
@@ -140,15 +147,8 @@ def load_nvfp4(stored: StoredWeight, array: Callable[[str], NDArray[Any]]) -> NV
     Raises:
         CheckpointError: a scale is NaN, infinite, negative, or, of the whole weight, zero.
     """
-    codes_name, blocks_name, global_name = stored.names[:3]
-    stored_scale = array(global_name).reshape(1).astype(np.float32)
-    with np.errstate(all="ignore"):
-        scale = stored_scale if stored.layout == "modelopt" else np.float32(1) / stored_scale
-    if not (np.isfinite(stored_scale) & np.isfinite(scale) & (scale.view(np.int32) > 0)).all():
-        raise CheckpointError(
-            f"tensor {quote(global_name)}: found {stored_scale[0]}, expected a finite scale above "
-            "0; quantize the checkpoint again"
-        )
+    codes_name, blocks_name = stored.names[:2]
+    scale = load_global_scale(stored, array)
     block_scales = array(blocks_name)
     try:
         return NVFP4Weight(
@@ -161,6 +161,30 @@ def load_nvfp4(stored: StoredWeight, array: Callable[[str], NDArray[Any]]) -> NV
         raise CheckpointError(
             f"tensor {quote(blocks_name)}: {error}; quantize the checkpoint again"
         ) from None
+
+
+def load_global_scale(
+    stored: StoredWeight, array: Callable[[str], NDArray[Any]]
+) -> NDArray[np.float32]:
+    """What multiplies a whole weight: float32 `[1]`.
+
+    Args:
+        stored: where it lies; not dense.
+        array: as for `load_nvfp4`.
+
+    Raises:
+        CheckpointError: it is NaN, infinite, negative or zero.
+    """
+    global_name = stored.names[2]
+    stored_scale = array(global_name).reshape(1).astype(np.float32)
+    with np.errstate(all="ignore"):
+        scale = stored_scale if stored.layout == "modelopt" else np.float32(1) / stored_scale
+    if not (np.isfinite(stored_scale) & np.isfinite(scale) & (scale.view(np.int32) > 0)).all():
+        raise CheckpointError(
+            f"tensor {quote(global_name)}: found {stored_scale[0]}, expected a finite scale above "
+            "0; quantize the checkpoint again"
+        )
+    return scale
 
 
 def load_input_scale(stored: StoredWeight, array: Callable[[str], NDArray[Any]]) -> float:
@@ -260,10 +284,11 @@ def _check_declared(
     tensors: Mapping[str, TensorSpec],
     ignore: Collection[str],
     declared: Mapping[str, Any],
+    file: str,
 ) -> None:
-    """What the configs declare must be what the tensors are."""
+    """What a config declares must be what the tensors are."""
     method = str(declared.get("quant_method", "modelopt")).removesuffix("_fp4")
-    targets = _check_scheme(declared)
+    targets = _check_scheme(declared, file)
     keys = {path: parse_projection(path) for path in weights}
     shapes = {key: weights[path].shape for path, key in keys.items() if key is not None}
     head = weights[LM_HEAD].shape if LM_HEAD in weights else None
@@ -276,18 +301,18 @@ def _check_declared(
             wanted = key is not None and targeted.reasons[key] == IGNORED
         if weight.is_nvfp4 != wanted:
             raise CheckpointError(
-                f"{place}: found {weight.layout} {list(weight.shape)}, but the "
-                f"quantization config says it is {'in NVFP4' if wanted else 'not quantized'}; "
+                f"{place}: found {weight.layout} {list(weight.shape)}, but "
+                f"{file} says it is {'in NVFP4' if wanted else 'not quantized'}; "
                 "correct its list of ignored modules, or download the checkpoint again"
             )
         if weight.is_nvfp4 and weight.layout != method:
             raise CheckpointError(
-                f"{place}: found {weight.layout} NVFP4, but the "
-                f"quantization config says {quote(method)}; download the checkpoint again"
+                f"{place}: found {weight.layout} NVFP4, but "
+                f"{file} says {quote(method)}; download the checkpoint again"
             )
 
 
-def _check_scheme(declared: Mapping[str, Any]) -> tuple[str, ...]:
+def _check_scheme(declared: Mapping[str, Any], file: str) -> tuple[str, ...]:
     """Checks the declared block size and width; the modules they apply to, or () for all."""
     groups = declared.get("config_groups")
     groups = groups if isinstance(groups, Mapping) else {}
@@ -302,7 +327,7 @@ def _check_scheme(declared: Mapping[str, Any]) -> tuple[str, ...]:
         for scheme in schemes:
             if scheme.get(field, wanted) not in (wanted, None):
                 raise CheckpointError(
-                    f"quantization config: {field} is {quote(scheme[field])}, expected {wanted}, "
+                    f"{file}: {field} is {quote(scheme[field])}, expected {wanted}, "
                     "as NVFP4 has; download or quantize the checkpoint again"
                 )
     # A class's name (`Linear`) targets all modules of that class.

@@ -107,6 +107,12 @@ def where(name: str, spec: TensorSpec | None) -> str:
     return f"{file}tensor {quote(name)}"
 
 
+def directory_of(tensors: Mapping[str, TensorSpec]) -> str:
+    """How an error on a tensor that is not there begins: where the others lie, if that is known."""
+    spec = next(iter(tensors.values()), None)
+    return f"{quote(spec.file.parent)}: " if isinstance(spec, TensorInfo) else ""
+
+
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Reads and checks the header of one safetensors file, in the order of its entries.
 

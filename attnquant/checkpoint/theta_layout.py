@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from reprlib import repr  # shortens what a hostile config puts into a message
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 from attnquant.checkpoint.json_file import quote
 from attnquant.checkpoint.nvfp4_layouts import DENSE_DTYPES, StoredWeight
-from attnquant.checkpoint.safetensors import TensorSpec, where
+from attnquant.checkpoint.safetensors import TensorSpec, directory_of, where
 from attnquant.decoder_shapes import DecoderShapes
 from attnquant.errors import CheckpointError, SettingsError, UnsupportedError
 from attnquant.nvfp4.format import BLOCK_SIZE, NVFP4Weight
@@ -203,9 +204,9 @@ def _declared(config: Mapping[str, Any]) -> HeldBundles | None:
     section = config.get(SECTION)
     if not isinstance(section, Mapping) or FORMAT not in section:
         return None
-    if section[FORMAT] != FORMAT_VERSION:
+    if section[FORMAT] != FORMAT_VERSION or section[FORMAT] is True:
         raise UnsupportedError(
-            f"config.json: {SECTION}.{FORMAT} is {quote(section[FORMAT])}, expected "
+            f"config.json: {SECTION}.{FORMAT} is {repr(section[FORMAT])}, expected "
             f"{FORMAT_VERSION}; install the version of attnquant that wrote this checkpoint"
         )
     settings = Settings.read(section, environ={})
@@ -265,8 +266,8 @@ class _Reader:
         name = self._parts.get(path)
         if name is None:
             raise CheckpointError(
-                f"tensor {path} is missing, a part of a theta bundle that config.json implies; "
-                f"{_AGAIN}"
+                f"{directory_of(self._tensors)}tensor {path} is missing, a part of a theta bundle "
+                f"that config.json implies; {_AGAIN}"
             )
         found = self._tensors[name]
         dtypes = DENSE_DTYPES if wanted.dtype == _ANY_DENSE else (wanted.dtype,)

@@ -2,8 +2,8 @@
 
 Every tensor must be one that the decoder has, of the shape the config implies and of a dtype that
 can be loaded, and none may be missing: an unknown name may be a weight that would silently be left
-out. Towers beside a multimodal decoder, rotary frequencies and key-value cache scales are known,
-and belong to nobody here.
+out. So it is with a vision tower that is served. Other towers beside a multimodal decoder, rotary
+frequencies and key-value cache scales are known, and belong to nobody here.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from attnquant.checkpoint.nvfp4_layouts import (
     LM_HEAD,
     StoredWeight,
     is_cache_scale,
+    load_global_scale,
     stored_weights,
 )
-from attnquant.checkpoint.safetensors import TensorSpec, where
-from attnquant.checkpoint.theta_layout import is_bundle_part, stored_bundles
+from attnquant.checkpoint.safetensors import TensorSpec, directory_of, where
+from attnquant.checkpoint.theta_layout import StoredBundle, is_bundle_part, stored_bundles
 from attnquant.decoder_shapes import DecoderShapes
 from attnquant.errors import CheckpointError
 from attnquant.projections import PREFIXES, strip_prefix
+from attnquant.vision_shapes import VisionShapes
 
 EMBEDDING = "embed_tokens.weight"
 _DERIVED = ".rotary_emb.inv_freq"
 _MULTIMODAL = "ForConditionalGeneration"
+_VISION = ("vision_tower.", "embed_vision.")
 _TOWERS = (
     "vision_tower",
     "vision_embedder",
@@ -66,11 +69,15 @@ def verify_decoder(checkpoint: Checkpoint, shapes: DecoderShapes) -> dict[str, S
 
     Raises:
         CheckpointError, UnsupportedError: as `decoder_tensors`; or a tied head that is stored
-            differs from the embedding.
+            differs from the embedding, or the global scale of a weight in NVFP4 is none.
     """
     names, stored = decoder_tensors(
         checkpoint.tensors, shapes, checkpoint.config, checkpoint.hf_quant_config
     )
+    for weight in stored.values():
+        part = weight.block if isinstance(weight, StoredBundle) else weight
+        if part.is_nvfp4:
+            load_global_scale(part, checkpoint.array)
     if shapes.tied and LM_HEAD in stored:
         _check_tied_head(checkpoint, stored[LM_HEAD].names[0], names[EMBEDDING])
     return stored
@@ -127,11 +134,7 @@ def decoder_tensors(
                 f"{where(name, spec)}: found {quote(plain[short])} too, the same weight under "
                 "another prefix; remove one of the two"
             )
-        if spec.dtype not in DENSE_DTYPES:
-            raise CheckpointError(
-                f"{where(name, spec)}: found dtype {spec.dtype}, expected "
-                f"{', '.join(DENSE_DTYPES)}; {_AGAIN}"
-            )
+        _check_dtype(name, spec)
         _check_shape(name, spec, spec.shape, expected[short])
         plain[short] = name
     for path, weight in stored.items():
@@ -149,10 +152,44 @@ def decoder_tensors(
     if missing := [name for name in expected if name not in found]:
         untied = " with tie_word_embeddings: false" if missing == ["lm_head.weight"] else ""
         raise CheckpointError(
-            f"tensor {missing[0]} is missing, and {len(missing) - 1} more of the {len(expected)} "
-            f"that config.json implies{untied}; {_AGAIN}"
+            f"{directory_of(tensors)}tensor {missing[0]} is missing, and {len(missing) - 1} more "
+            f"of the {len(expected)} that config.json implies{untied}; {_AGAIN}"
         )
+    if (tower := VisionShapes.from_config(config)) is not None:
+        _check_tower(tensors, tower.tensors)
     return plain, stored
+
+
+def _check_tower(
+    tensors: Mapping[str, TensorSpec], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """A vision tower's tensors must be all that config.json implies, and no more."""
+    found: dict[str, str] = {}
+    for name, spec in tensors.items():
+        rests = (name.removeprefix(prefix) for prefix in PREFIXES)
+        rest = next((rest for rest in rests if rest.startswith(_VISION)), None)
+        if rest is None:
+            continue
+        short = rest.replace(".linear.", ".")
+        if short not in expected:
+            raise CheckpointError(
+                f"{where(name, spec)}: unknown, expected only what config.json's vision_config "
+                f"implies; {_AGAIN}"
+            )
+        if short in found:
+            raise CheckpointError(
+                f"{where(name, spec)}: found {quote(found[short])} too, the same weight under "
+                "another name; remove one of the two"
+            )
+        _check_dtype(name, spec)
+        _check_shape(name, spec, spec.shape, expected[short])
+        found[short] = name
+    if missing := [name for name in expected if name not in found]:
+        raise CheckpointError(
+            f"{directory_of(tensors)}tensor {missing[0]} is missing, and {len(missing) - 1} more "
+            f"of the {len(expected)} that config.json's vision_config implies; {_AGAIN}, or set "
+            "vision_config to null"
+        )
 
 
 def _is_nobodys(name: str, architecture: str) -> bool:
@@ -160,6 +197,14 @@ def _is_nobodys(name: str, architecture: str) -> bool:
         return True
     towers = _TOWERS if architecture.endswith(_MULTIMODAL) else ()
     return any(name.startswith(f"{prefix}{tower}.") for prefix in PREFIXES for tower in towers)
+
+
+def _check_dtype(name: str, spec: TensorSpec) -> None:
+    if spec.dtype not in DENSE_DTYPES:
+        raise CheckpointError(
+            f"{where(name, spec)}: found dtype {spec.dtype}, expected {', '.join(DENSE_DTYPES)}; "
+            f"{_AGAIN}"
+        )
 
 
 def _check_shape(

@@ -25,9 +25,9 @@ from max.pipelines.modeling.config_enums import SupportedEncoding, supported_enc
 from transformers import PretrainedConfig
 from typing_extensions import Self, override
 
+from attnquant.config_values import Activation, check_values
 from attnquant.decoder_shapes import DecoderShapes
 from attnquant.errors import UnsupportedError
-from attnquant.nn.mlp import ACTIVATIONS
 
 # MAX 26.7's CPU attention compiles for windows of 128 and 512 tokens; for 16 and 64 it does not.
 SMALLEST_CPU_WINDOW = 128
@@ -84,7 +84,7 @@ class DecoderConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
     window: int
     ropes: dict[str, Rope]
     rms_norm_eps: float
-    hidden_activation: str
+    hidden_activation: Activation
     softcap: float | None
     return_logits: ReturnLogits = ReturnLogits.LAST_TOKEN
 
@@ -107,19 +107,16 @@ class DecoderConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
         hf, text = model.huggingface_config, text_config(model.huggingface_config)
         encoding = graph_encoding(model)
         devices = [DeviceRef(spec.device_type, spec.id) for spec in model.device_specs]
+        shapes = DecoderShapes.from_config(hf.to_dict())
+        check_values(hf.to_dict(), shapes)
         cls.check(hf)
         if devices[0].is_cpu() and text.sliding_window < SMALLEST_CPU_WINDOW:
             raise UnsupportedError(
                 f"config.json: sliding_window is {text.sliding_window}; MAX's CPU attention needs "
                 f"{SMALLEST_CPU_WINDOW} or more. Serve this model on a GPU"
             )
-        if text.hidden_activation not in ACTIVATIONS:
-            raise UnsupportedError(
-                f"config.json: hidden_activation is {text.hidden_activation!r}, expected one of "
-                f"{', '.join(ACTIVATIONS)}"
-            )
         return cls(
-            shapes=DecoderShapes.from_config(hf.to_dict()),
+            shapes=shapes,
             dtype=supported_encoding_dtype(encoding),
             devices=devices,
             kv_params=cls.construct_kv_params(

@@ -8,9 +8,10 @@ from functools import partial
 from max.graph import TensorValue, ops
 from max.nn.layer import Module
 
+from attnquant.config_values import Activation
 from attnquant.nn.projection import GroupProjection
 
-ACTIVATIONS: dict[str, Callable[[TensorValue], TensorValue]] = {
+ACTIVATIONS: dict[Activation, Callable[[TensorValue], TensorValue]] = {
     "gelu_pytorch_tanh": partial(ops.gelu, approximate="tanh"),
     "silu": ops.silu,
 }

@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from reprlib import repr  # shortens what a hostile config puts into a message
 from typing import Any
 
 from attnquant.decoder_shapes import DecoderShapes
@@ -33,6 +36,10 @@ _MODELOPT_METHODS = ("modelopt", "modelopt_fp4")
 _COMPRESSED_TENSORS_FORMAT = "nvfp4-pack-quantized"
 
 _GLOB = re.compile(r"[*?[]")
+
+# What a checkpoint's own list may cost. Lists of real checkpoints take a twentieth of a second.
+_MOST_SECONDS = 1.0
+_MOST_STEPS = 50**3  # of one regular expression, on a path of 50 characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +82,23 @@ class Coverage:
                 a checkpoint's own list, which also names towers and norms.
 
         Raises:
+            CheckpointError: a checkpoint's own list holds no patterns, or takes too long.
             SettingsError: patterns that match nothing, all of them; lists what exists.
         """
+        started = time.process_time()
+
+        def check_cost() -> None:
+            if source is None and time.process_time() - started > _MOST_SECONDS:
+                raise CheckpointError(
+                    f"config.json: ignore: found {len(ignore)} patterns that take too long to "
+                    "match, expected few; write whole modules' names, or quantize again"
+                )
+
         paths = {key: _paths(key.module) for key in shapes}
         head_paths = _paths(LM_HEAD)
         matchers, problems = {}, []
         for pattern in ignore:
+            check_cost()
             try:
                 matchers[pattern] = _matcher(pattern, source)
             except SettingsError as error:
@@ -102,6 +120,7 @@ class Coverage:
         ignored = matchers.values()
         reasons: dict[ProjectionKey, str | None] = {}
         for key, (_, columns) in shapes.items():
+            check_cost()
             if any(matches(paths[key]) for matches in ignored):
                 reasons[key] = IGNORED
             elif columns % BLOCK_SIZE:
@@ -190,23 +209,29 @@ def declared_ignore(
     if not declared:
         return None
     if not isinstance(declared, Mapping):
-        raise CheckpointError(f"{file} is {declared!r}, expected an object")
+        raise CheckpointError(f"{file} is {repr(declared)}, expected an object")
     method = declared.get("quant_method", "modelopt")
     is_modelopt = method in _MODELOPT_METHODS and declared.get("quant_algo") == "NVFP4"
     if not is_modelopt and declared.get("format") != _COMPRESSED_TENSORS_FORMAT:
         what = declared.get("quant_algo") or declared.get("format") or "unnamed"
         raise UnsupportedError(
-            f"{file} says {method}, {what}; attnquant loads dense checkpoints, and NVFP4 from "
-            "ModelOpt or compressed-tensors"
+            f"{file} says {_word(method)}, {_word(what)}; attnquant loads dense checkpoints, and "
+            "NVFP4 from ModelOpt or compressed-tensors"
         )
     for field in ("ignore", "exclude_modules", "ignored_layers"):
         names = declared.get(field)
         if names is None:
             continue
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise CheckpointError(f"{file}: {field} is {names!r}, expected a list of module names")
+            raise CheckpointError(
+                f"{file}: {field} is {repr(names)}, expected a list of module names"
+            )
         return tuple(names)
     return ()
+
+
+def _word(value: object) -> str:
+    return repr(str(value))[1:-1]
 
 
 def _paths(module: str) -> frozenset[str]:
@@ -223,14 +248,24 @@ def _matcher(pattern: str, source: str | None) -> Callable[[frozenset[str]], boo
     """Whether a pattern matches a module, given its `_paths`."""
     if not pattern.startswith("re:") and not _GLOB.search(pattern):
         return lambda paths: pattern in paths
+    text = pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern)
+    error: Exception | None = None
     try:
-        expression = re.compile(
-            pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern)
-        )
-    except re.error as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of syntax that a later Python may read differently
+            expression = re.compile(text)
+    except (re.error, OverflowError, RecursionError) as caught:
+        error = caught
+    if error is not None:
         raise (CheckpointError if source is None else SettingsError)(
-            f"{source or 'config.json: ignore'}: {pattern!r} is not a regular expression: {error}"
-        ) from None
+            f"{source or 'config.json: ignore'}: {repr(pattern)} is not a regular expression: "
+            f"{error}"
+        )
+    if source is None and pattern.startswith("re:") and _steps(text) > _MOST_STEPS:
+        raise CheckpointError(
+            f"config.json: ignore: {repr(pattern)} could be matched for ever, expected few "
+            "repetitions, and none of a group; write it as a glob"
+        )
     return lambda paths: any(map(expression.match, paths))
 
 
@@ -239,3 +274,12 @@ def _existing(shapes: Collection[ProjectionKey]) -> str:
     roles = [role for role in ROLES if any(key.role == role for key in shapes)]
     last = max((key.layer for key in shapes), default=0)
     return f"{', '.join(['self_attn', 'mlp', *roles, LM_HEAD])}, in layers.0 to layers.{last}"
+
+
+def _steps(expression: str) -> float:
+    """At most so many steps backtracking takes on a path of 50 characters."""
+    if re.search(r"\)[*+{]|\(\?P?[=<(]", expression):
+        return float("inf")
+    repetitions, bars = len(re.findall(r"[*+{]", expression)), expression.count("|")
+    choices = (bars + 1.0) ** min(bars, expression.count("("))
+    return 50.0 ** min(repetitions, 9) * 2.0 ** min(expression.count("?"), 99) * choices

@@ -307,22 +307,22 @@ BROKEN: dict[str, tuple[Values, dict[str, Any], str]] = {
     "declared NVFP4, found dense": (
         {**modelopt(), **dense()},
         MODELOPT,
-        f"{UP}.weight: found dense [4, 32], but the quantization config says it is in NVFP4",
+        f"{UP}.weight: found dense [4, 32], but config.json says it is in NVFP4",
     ),
     "declared ignored, found NVFP4": (
         modelopt(),
         declared(MODELOPT, ignore=["*self_attn*"]),
-        f"{Q}.weight: found modelopt [4, 32], but the quantization config says it is not quant",
+        f"{Q}.weight: found modelopt [4, 32], but config.json says it is not quant",
     ),
     "declared modelopt, found compressed-tensors": (
         compressed(),
         MODELOPT,
-        f"{Q}.weight_packed: found compressed-tensors NVFP4, but the quantization config says mod",
+        f"{Q}.weight_packed: found compressed-tensors NVFP4, but config.json says mod",
     ),
     "declared compressed-tensors, found modelopt": (
         modelopt(),
         COMPRESSED,
-        f"{Q}.weight: found modelopt NVFP4, but the quantization config says compressed-tensors",
+        f"{Q}.weight: found modelopt NVFP4, but config.json says compressed-tensors",
     ),
     "declared blocks of 32": (
         modelopt(),

@@ -133,7 +133,7 @@ BROKEN: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "says NVFP4, is not": (
         weights(),
         {**CONFIG, "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
-        "but the quantization config says it is in NVFP4",
+        "but config.json says it is in NVFP4",
     ),
     "NVFP4 of another shape": (
         {
