@@ -156,28 +156,29 @@ def check_values(config: Mapping[str, Any], shapes: DecoderShapes) -> None:
         CheckpointError: one line that lists every field which no model can have so.
     """
     text = text_config(config)
-    problems = _wrong(text, _FIELDS, "")
+    path = "" if text is config else "text_config."
+    problems = _wrong(text, _FIELDS, path)
     own_type, text_type = MODEL_TYPES[shapes.architecture]
     types = [("model_type", config, own_type)]
     bidirectional = _BIDIRECTIONAL["gemma3_text" if own_type == text_type else "gemma4_text"]
-    problems += _wrong(text, {"use_bidirectional_attention": bidirectional}, "")
+    problems += _wrong(text, {"use_bidirectional_attention": bidirectional}, path)
     if text is not config:
         types.append(("text_config.model_type", text, text_type))
         problems += _wrong(config, _OUTER, "")
         if isinstance(vision := config.get("vision_config"), Mapping):
             problems += _wrong(config, _PLACEHOLDERS, "")
             problems += _wrong(vision, _VISION, "vision_config.")
-    for path, fields, expected in types:
+    for name, fields, expected in types:
         found = fields.get("model_type")
         if found != expected:
             problems.append(
-                f"{path} is {repr(found)}, expected {expected}, as {shapes.architecture} has it"
+                f"{name} is {repr(found)}, expected {expected}, as {shapes.architecture} has it"
             )
     if own_type == text_type and text is not config:
         problems.append(
             f"text_config is there, expected its fields beside {shapes.architecture}'s others"
         )
-    problems += _rope_problems(text)
+    problems += _rope_problems(text, path)
     if own_type == text_type and shapes.hidden % shapes.heads:
         problems.append(
             f"hidden_size is {shapes.hidden}, expected a multiple of num_attention_heads = "
@@ -199,17 +200,18 @@ def _wrong(
     ]
 
 
-def _rope_problems(text: Mapping[str, Any]) -> list[str]:
+def _rope_problems(text: Mapping[str, Any], prefix: str) -> list[str]:
     problems = []
     kinds = get_args(LayerType)
     ropes = text.get("rope_parameters")
     if not isinstance(ropes, (Mapping, type(None))) or (ropes and not set(ropes) & set(kinds)):
         problems.append(
-            f"rope_parameters is {repr(ropes)}, expected an object with {' and '.join(kinds)}"
+            f"{prefix}rope_parameters is {repr(ropes)}, expected an object with "
+            f"{' and '.join(kinds)}"
         )
         ropes = None
-    parameters = [(f"rope_parameters.{kind}", (ropes or {}).get(kind)) for kind in kinds]
-    parameters.append(("rope_scaling", text.get("rope_scaling")))
+    parameters = [(f"{prefix}rope_parameters.{kind}", (ropes or {}).get(kind)) for kind in kinds]
+    parameters.append((f"{prefix}rope_scaling", text.get("rope_scaling")))
     for path, values in parameters:
         if values is None:
             continue

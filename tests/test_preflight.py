@@ -11,6 +11,7 @@ from attnquant.checkpoint.export_theta import export_theta
 from attnquant.errors import CheckpointError, SettingsError, UnsupportedError
 from attnquant.nvfp4.reference import encode
 from attnquant.preflight import check_draft, check_model, check_settings
+from tests.checkpoint.files import write
 from tests.test_run_max import run
 from tests.tiny.gemma3 import CASES
 
@@ -28,6 +29,79 @@ def test_ids_and_other_architectures_are_max_s_to_judge(tmp_path: Path) -> None:
     check_model(str(tmp_path))
 
 
+def _config(**fields: object) -> dict[str, bytes]:
+    return {"config.json": json.dumps(fields).encode()}
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "config.json: cannot be read (No such file or directory)"),
+        ({"config.json": b"version https://git-lfs.github.com/spec/v1"}, "a Git LFS pointer"),
+        (_config(model_type="llama"), "architectures is None, expected a list with Gemma3For"),
+        (_config(architectures="Gemma3ForCausalLM"), "architectures is 'Gemma3ForCausalLM', expec"),
+        (_config(architectures=[]), "architectures is [], expected"),
+        (_config(architectures=[["x\n"]]), r"architectures is [['x\n']], expected"),
+        (
+            _config(architectures=["Gemma3ForCasualLM"], model_type="gemma3_text"),
+            "architectures is ['Gemma3ForCasualLM'], expected a list with Gemma3ForCausalLM; cor",
+        ),
+        (
+            _config(architectures=["Gemma4Model"], model_type="gemma4"),
+            "expected a list with Gemma4ForConditionalGeneration; correct it",
+        ),
+    ],
+    ids=["empty", "lfs", "none", "string", "no name", "nested", "misspelt", "another head"],
+)
+def test_no_directory_reaches_max_unread(
+    tmp_path: Path, files: dict[str, bytes], words: str
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        check_model(str(write(tmp_path, files)))
+    assert words in str(caught.value) and str(caught.value).isprintable()
+    check_settings(str(tmp_path))
+
+
+def test_paths_that_max_would_read_otherwise(tmp_path: Path) -> None:
+    for name, words in (
+        ("nothing/at/all", "found no such directory, expected a checkpoint's directory, or a Hug"),
+        ("model[1]", "in the path, which MAX takes for a pattern of other paths"),
+        ("file", "found a file, expected a checkpoint's directory"),
+        ("dangling", "found nothing, expected a checkpoint's directory"),
+    ):
+        path = tmp_path / name
+        if name == "file":
+            path.write_text("x")
+        elif name == "dangling":
+            path.symlink_to("nowhere")
+        elif name == "model[1]":
+            CASE.write(path)
+        with pytest.raises(CheckpointError) as caught:
+            check_model(str(path))
+        assert words in str(caught.value)
+
+
+def test_models_of_several_networks_are_max_s_to_judge(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text("{}")
+    check_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
+def test_the_files_beside_the_weights_are_checked(tmp_path: Path, name: str) -> None:
+    directory = CASE.write(tmp_path / "model")
+    (directory / name).write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(CheckpointError, match=f"{name}: found a Git LFS pointer"):
+        check_model(str(directory))
+
+
+def test_values_of_the_config_are_checked(tmp_path: Path) -> None:
+    directory = CASE.write(tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"rms_norm_eps": None}))
+    with pytest.raises(CheckpointError, match="rms_norm_eps is None, expected a decimal number"):
+        check_model(str(directory))
+
+
 def test_a_truncated_file_is_refused_by_the_command(tmp_path: Path) -> None:
     directory = CASE.write(tmp_path / "short")
     weights = directory / "model.safetensors"
@@ -36,6 +110,21 @@ def test_a_truncated_file_is_refused_by_the_command(tmp_path: Path) -> None:
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith("run_max.py: ") and "model.safetensors" in line
+
+
+def test_the_last_model_and_the_one_of_a_file_are_checked(tmp_path: Path) -> None:
+    good, bad = CASE.write(tmp_path / "good"), write(tmp_path / "bad", {"config.json": b"["})
+    options = tmp_path / "options.yaml"
+    options.write_text(f"model:\n  model_path: {bad}\n")
+    for arguments in (
+        ("--model", str(good), "--model-path", str(bad)),
+        (f"--model={good}", f"--model={bad}"),
+        ("--config-file", str(options)),
+    ):
+        result = run("generate", *arguments, "--prompt", "x")
+        assert result.returncode == 2
+        assert result.stderr.startswith(f"run_max.py: {bad}/config.json: found no valid JSON")
+        assert result.stderr.count("\n") == 1
 
 
 def test_settings_of_the_checkpoint_are_checked_with_it(

@@ -11,6 +11,7 @@ import pytest
 
 import run_max
 from attnquant.demo import COMPLETION_TEMPLATE
+from attnquant.errors import SettingsError
 
 SCRIPT = Path(run_max.__file__)
 
@@ -125,6 +126,41 @@ def test_the_demo_is_put_in_place(
         for word in arguments
     ]
     assert run_max.with_demo(arguments) == [*replaced, *added]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model"),
+    [
+        (["serve", "--model", "a", "--model=b"], "b"),
+        (["serve", "--model-path=a", "--config-file", "absent"], "a"),
+        (["serve"], None),
+    ],
+)
+def test_the_model_is_the_one_that_max_takes(arguments: list[str], model: str | None) -> None:
+    assert run_max.model_of(arguments) == model
+
+
+@pytest.mark.parametrize(
+    ("content", "model"),
+    [
+        ("model:\n  model_path: a/b\n", "a/b"),
+        ("model: {model_path: [1]}", None),
+        ("model: 3", None),
+        ("", None),
+        ("[1]", "cannot be read as YAML options"),
+        ("a: b: c", "cannot be read as YAML options"),
+        ("\0", "cannot be read as YAML options"),
+    ],
+)
+def test_the_model_of_an_option_file(content: str, model: str | None, tmp_path: Path) -> None:
+    (tmp_path / "options.yaml").write_text(content)
+    arguments = ["serve", "--config-file", str(tmp_path / "options.yaml")]
+    if content in ("[1]", "a: b: c", "\0"):
+        with pytest.raises(SettingsError, match=model) as caught:
+            run_max.model_of(arguments)
+        assert str(caught.value).isprintable()
+    else:
+        assert run_max.model_of(arguments) == model
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["generate", "--help"]])

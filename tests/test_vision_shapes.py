@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -38,6 +39,13 @@ def test_weights_of_gemma4_31b() -> None:
     plain = shapes(gemma4_31b_vision(standardize=False))
     assert plain is not None
     assert tower.weights - plain.weights == 2 * 1152
+
+
+def test_tensors_are_all_weights() -> None:
+    for standardize in (True, False):
+        tower = shapes(gemma4_31b_vision(standardize=standardize, num_key_value_heads=8))
+        assert tower is not None
+        assert sum(map(math.prod, tower.tensors.values())) == tower.weights
 
 
 def test_fused_weights_are_q_k_v_and_gate_up() -> None:

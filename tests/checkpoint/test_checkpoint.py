@@ -170,6 +170,36 @@ def test_broken_checkpoint_is_refused_in_one_line(name: str, tmp_path: Path) -> 
     assert before == {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
+@pytest.mark.parametrize(
+    "path", ["original/consolidated.safetensors", "checkpoint-5/a.safetensors", ".cache/a.bin"]
+)
+def test_weights_that_max_leaves_alone(path: str, tmp_path: Path) -> None:
+    model = write(tmp_path / "model", sharded())
+    write((model / path).parent, {Path(path).name: b"?"})
+    assert set(Checkpoint.open(model).tensors) == {"a", "b"}
+
+
+def test_weights_below_are_no_part_of_the_model(tmp_path: Path) -> None:
+    model = write(tmp_path / "model", sharded())
+    write(model / "a" / "b", {"x.safetensors": {"c": A}})
+    with pytest.raises(CheckpointError, match=r"a/b/x\.safetensors: found weights below the check"):
+        Checkpoint.open(model)
+
+
+def test_a_circle_of_directories_is_not_followed(tmp_path: Path) -> None:
+    model = write(tmp_path / "model", sharded())
+    for name in ("a", "b"):
+        (model / name).symlink_to(".")
+    with pytest.raises(CheckpointError, match="model/a: found a link to a directory"):
+        Checkpoint.open(model)
+
+
+def test_tensors_of_all_shards_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnquant.checkpoint.checkpoint.MAX_TENSORS", 1)
+    with pytest.raises(CheckpointError, match="found more than 1 tensors in all"):
+        Checkpoint.open(write(tmp_path / "model", sharded()))
+
+
 def test_a_file_or_nothing_instead_of_a_directory(tmp_path: Path) -> None:
     file = write(tmp_path, {"model.safetensors": {"a": A}}) / "model.safetensors"
     with pytest.raises(CheckpointError, match="found a file, expected a checkpoint's directory"):

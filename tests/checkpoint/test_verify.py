@@ -15,6 +15,7 @@ from attnquant.decoder_shapes import DecoderShapes
 from attnquant.errors import AttnquantError, CheckpointError
 from tests.checkpoint.decoder import CONFIG, GEMMA4, HEAD_DIM, HIDDEN, INNER, LAYERS, weights
 from tests.checkpoint.files import write
+from tests.tiny.cases import CASES
 
 Q = "model.layers.0.self_attn.q_proj"
 HEAD = weights()["model.embed_tokens.weight"]
@@ -159,6 +160,39 @@ def test_refused_in_one_line(name: str, tmp_path: Path) -> None:
     assert time.process_time() - start < 2
     assert words in str(caught.value)
     assert str(caught.value).isprintable()
+
+
+def tower(name: str = "gemma4-shared-values") -> tuple[dict[str, Any], dict[str, Any]]:
+    return CASES[name].tensors(), CASES[name].config()
+
+
+PATCHES = "model.vision_tower.patch_embedder.input_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({PATCHES: None}, "input_proj.weight is missing, and 0 more of the 18 that config.json's"),
+        ({PATCHES: np.ones((64, 48), np.float32)}, "found shape [64, 48], expected [64, 192]"),
+        ({PATCHES: np.ones((64, 192), np.int8)}, f"{PATCHES}: found dtype I8"),
+        ({PATCHES + "_2": HEAD}, f"{PATCHES}_2: unknown, expected only what config.json's vis"),
+        (
+            {PATCHES.removeprefix("model."): np.ones((64, 192), np.float32)},
+            "the same weight under another name",
+        ),
+    ],
+    ids=["missing", "shape", "dtype", "unknown", "twice"],
+)
+def test_a_served_vision_tower(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    tensors, config = tower()
+    verify(checkpoint(tmp_path / "good", tensors, config))
+    changed = {name: array for name, array in {**change, **tensors, **change}.items()}
+    changed = {name: array for name, array in changed.items() if array is not None}
+    with pytest.raises(CheckpointError) as caught:
+        verify(checkpoint(tmp_path / "bad", changed, config))
+    assert words in str(caught.value) and str(tmp_path / "bad") in str(caught.value)
+    # Served as text, nobody needs it.
+    verify(checkpoint(tmp_path / "text", changed, config | {"vision_config": None}))
 
 
 def test_errors_name_the_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -230,3 +231,33 @@ def test_declared_ignore(config: Any, separate: Any, expected: Any) -> None:
 def test_declared_ignore_refuses(config: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         declared_ignore({"quantization_config": config})
+
+
+@pytest.mark.parametrize(
+    ("patterns", "words"),
+    [
+        (["re:(a|a|[a-z._0-9]+)+$!"], "could be matched for ever"),
+        (["re:.*.*.*.*!"], "could be matched for ever"),
+        (["re:(.|.)(.|.)(.|.)(.|.)(.|.)(.|.)(.|.)!"], "could be matched for ever"),
+        (["re:(?=a)(x)\\1"], "could be matched for ever"),
+        ([f"*a*b*c*d*{number}" for number in range(9000)], "9000 patterns that take too long"),
+        (["re:a{9999999999}"], "is not a regular expression"),
+        (["re:" + "(" * 5000 + ")" * 5000], "is not a regular expression"),
+    ],
+    ids=["nested", "repeated", "choices", "reference", "many", "overflow", "deep"],
+)
+def test_hostile_lists_are_refused_in_time(patterns: list[str], words: str) -> None:
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match=words) as caught:
+        left(*patterns, source=None)
+    assert time.process_time() - start < 2
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"re:.*(lm_head|vision_tower|router)\..*", r"re:.*layers\.\d+\.self_attn.*", "re:[[a]!"],
+)
+def test_what_real_lists_hold_is_taken(pattern: str, recwarn: pytest.WarningsRecorder) -> None:
+    left(pattern, source=None)
+    assert not recwarn.list
