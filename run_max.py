@@ -193,6 +193,13 @@ def main(arguments: Sequence[str]) -> int:
     except AttnquantError as error:
         print(f"run_max.py: {error}", file=sys.stderr)
         return 2
+    except ValueError as error:
+        from max.pipelines.context.exceptions import InputError  # what a prompt must not hold
+
+        if not isinstance(error, InputError):
+            raise
+        print(f"run_max.py: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

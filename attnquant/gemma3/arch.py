@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from max.graph.weights import WeightsFormat
 from max.pipelines.context import TextContext
-from max.pipelines.lib import SupportedArchitecture, TextTokenizer
+from max.pipelines.lib import SupportedArchitecture
 from max.pipelines.modeling.types import PipelineTask
 
 from attnquant.gemma3.batch_processor import Gemma3BatchProcessor
@@ -12,6 +12,7 @@ from attnquant.gemma3.model import Gemma3Model
 from attnquant.gemma3.model_config import Gemma3Config
 from attnquant.gemma3.weight_adapters import convert_safetensors
 from attnquant.nn.memory_planner import DecoderMemoryPlanner
+from attnquant.nn.tokenizer import DecoderTokenizer
 
 gemma3_arch = SupportedArchitecture(
     name="Gemma3ForCausalLM",
@@ -23,7 +24,7 @@ gemma3_arch = SupportedArchitecture(
     config=Gemma3Config,
     pipeline_model=Gemma3Model,
     batching=Gemma3BatchProcessor,
-    tokenizer=TextTokenizer,
+    tokenizer=DecoderTokenizer,
     context_type=TextContext,
     weight_adapters={WeightsFormat.safetensors: convert_safetensors},
     memory_planner=DecoderMemoryPlanner,

@@ -12,9 +12,10 @@ from max.pipelines.modeling.types import TextGenerationRequest
 from typing_extensions import override
 
 from attnquant.gemma4.model_config import vision_config
+from attnquant.nn.tokenizer import CheckedRequests
 
 
-class TextOrVisionTokenizer(Gemma4Tokenizer):
+class TextOrVisionTokenizer(CheckedRequests, Gemma4Tokenizer):
     """MAX's, which refuses images and videos where no vision tower would see them.
 
     Without that, the request would end in the worker, and the worker with it.

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import openai
 import pytest
 
 from tests.golden.data import load_demo
 from tests.models import MAX_LENGTH
-from tests.serve.server import serve
 
 PROMPTS = [
     "The capital of France is",
@@ -24,16 +21,6 @@ PROMPTS = [
     "1, 2, 3, 4, 5,",
 ]
 TOKENS = 24
-
-
-@pytest.fixture(scope="module")
-def client(
-    demo_directory: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[openai.OpenAI]:
-    log = tmp_path_factory.mktemp("serve") / "server.log"
-    with serve(log, "--model", "demo", "--max-length", str(MAX_LENGTH)) as server:
-        yield openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=300)
-        assert server.process.poll() is None
 
 
 def complete(client: openai.OpenAI, prompt: str | list[int], **options: object) -> str:
