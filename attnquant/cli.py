@@ -226,13 +226,22 @@ def _report(options: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from attnquant.report import measure, render_page, render_table
+    from attnquant.whole_file import write_whole
 
     with tqdm(unit="B", unit_scale=True, desc="report", disable=None) as bar:
         report = measure(options.model, progress=bar.update, **_given(options, "blocks", "ranks"))
     print(render_table(report))
     if options.html is not None:
+        path, page = Path(options.html), render_page(report).encode()
+
+        def write(place: Path) -> None:
+            place.write_bytes(page)
+
         try:
-            Path(options.html).write_text(render_page(report), encoding="utf-8")
+            if path.exists() and not path.is_file():  # a device or a pipe
+                write(path)
+            else:
+                write_whole(path.resolve(), write)
         except OSError as error:
             raise SettingsError(
                 f"--html {options.html}: cannot be written ({error.strerror}); name another file"

@@ -6,6 +6,9 @@ every process, which is seconds each. `extensions` does that once per version of
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import subprocess
 from functools import cache
 from hashlib import sha256
@@ -21,6 +24,8 @@ EXTENSIONS = Path(__file__).parent / "mojo"
 that holds both has every operation twice, which MAX refuses."""
 
 _PACKAGE = "attnquant_kernels.mojoc"  # the compiler bakes this name in: it must not change
+
+_LEAST_FREE = 1 << 20  # bytes; with less, the disk is why the compiler failed
 
 
 @cache
@@ -51,4 +56,6 @@ def _precompile(target: Path) -> None:
             ["precompile", str(EXTENSIONS), "-o", str(target)], capture_output=True, check=True
         )
     except subprocess.CalledProcessError as error:
+        if shutil.disk_usage(target.parent).free < _LEAST_FREE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target)) from None
         raise RuntimeError(f"{EXTENSIONS}: {error.stderr.decode(errors='replace')}") from error
