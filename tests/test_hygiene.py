@@ -10,7 +10,7 @@ SOURCES = [
     ROOT / "run_max.py",
     *(
         path
-        for folder in ("attnquant", "tests", "bench")
+        for folder in ("attnquant", "tests", "bench", "fuzz")
         for path in sorted((ROOT / folder).rglob("*"))
         if path.suffix in {".py", ".mojo"}
     ),

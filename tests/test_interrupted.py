@@ -65,7 +65,7 @@ def start(name: str, source: Path, target: Path) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", READY + SCRIPTS[name], str(source), str(target)],
         cwd=ROOT,
-        env={**os.environ, "XDG_CACHE_HOME": str(target)},
+        env={**os.environ, **({"XDG_CACHE_HOME": str(target)} if name == "kernels" else {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

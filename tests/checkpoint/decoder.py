@@ -33,6 +33,7 @@ CONFIG = {
 }
 GEMMA4 = {
     "architectures": ["Gemma4ForConditionalGeneration"],
+    "model_type": "gemma4",
     "text_config": {
         **CONFIG,
         "architectures": None,

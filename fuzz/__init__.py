@@ -1,0 +1,1 @@
+"""Coverage-guided fuzzing: `python -m fuzz.checkpoint` (needs the extra `fuzz`)."""
