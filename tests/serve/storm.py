@@ -32,7 +32,7 @@ CONCURRENCY = 32
 ANSWER_SECONDS = 300
 MOST_TOKENS = 12
 
-# MAX 26.7's own: it answers these with status 500 before we see them (docs/troubleshooting.md).
+# MAX 26.7's own: it answers these with status 500 before we see them (docs/robustness.md).
 FAULTS = ("nested", "no tokens")
 
 WORDS = ("the", "of", "and", "to", "in", "is", "was", "for", "on", "that", "with", "as", "his")

@@ -24,20 +24,16 @@ def test_a_storm_changes_nothing(server: Server) -> None:
     async def run() -> None:
         expected = await references(server.url, requests)
         assert len(set(expected.values())) > 4
-        warm = await storm(server.url, requests, expected)
+        await storm(server.url, requests[:40], expected)
         before = memory(server)
         tally = await storm(server.url, requests, expected)
-        for found in (warm, tally):
-            assert found.wrong == [] and found.lost == []
-            assert found.answered + found.left == len(requests)
-            assert found.right > 30 and found.refused > 30 and found.left > 2
+        assert tally.wrong == [] and tally.lost == []
+        assert tally.answered + tally.left == len(requests)
+        assert tally.right > 30 and tally.refused > 30 and tally.left > 2
         assert memory(server) - before < SLACK_BYTES
         # Whoever comes after the storm is served as before it.
-        assert await references(server.url, requests[:20]) == {
-            body: text
-            for body, text in expected.items()
-            if body in {request.body for request in requests[:20]}
-        }
+        after = await references(server.url, requests[:8])
+        assert after and after.items() <= expected.items()
 
     asyncio.run(run())
     assert server.process.poll() is None
