@@ -38,8 +38,7 @@ def check_settings(model: str | None = None) -> None:
         SettingsError: one line that lists all that is wrong.
     """
     try:
-        directory = _local(model)
-        config = (directory and _served_config(directory)) or {}
+        config = _served_config(model) or {}
     except CheckpointError:  # what is wrong with the checkpoint, `check_model` says
         config = {}
     Settings.read(config.get("attnquant"))
@@ -75,10 +74,11 @@ def check_model(model: str | None) -> None:
         CheckpointError: the checkpoint.
         UnsupportedError: a well-formed checkpoint that is not served.
     """
-    directory = _local(model)
-    if directory is None or (config := _served_config(directory)) is None:
+    config = _served_config(model)
+    if config is None:
         return
     settings = Settings.read(config.get("attnquant"))
+    directory = Path(model or "")
     checkpoint = Checkpoint.open(directory)
     shapes = DecoderShapes.from_config(config)
     check_values(config, shapes)
@@ -119,8 +119,11 @@ def _local(model: str | None) -> Path | None:
     return directory
 
 
-def _served_config(directory: Path) -> dict[str, Any] | None:
-    """A directory's config.json; None where MAX serves its model by an architecture of its own."""
+def _served_config(model: str | None) -> dict[str, Any] | None:
+    """A directory's config.json; None for an id, and where MAX has an architecture of its own."""
+    directory = _local(model)
+    if directory is None:
+        return None
     has_config = os.path.lexists(directory / CONFIG_FILE)
     if not has_config and any((directory / name).is_file() for name in _PIPELINES):
         return None
