@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
@@ -48,6 +49,9 @@ _EXACT_BELOW = 12
 # A round that lowers the squared error by less than this part of it is the last.
 _SMALLEST_GAIN = 1e-3
 _MOST_ROUNDS = 50
+
+# No model has rows a billionth as long; float32 holds the squares of longer ones no more.
+_LONGEST_ROW = 1e15
 
 
 def decompose(
@@ -70,7 +74,7 @@ def decompose(
         passthrough: nothing is smaller or nearer.
 
     Raises:
-        CheckpointError: a weight holds a NaN or an infinity.
+        CheckpointError: a weight holds a NaN or an infinity, or a row too long to be decomposed.
         ValueError: the shapes differ.
     """
     if len({weight.shape for weight in weights}) != 1:
@@ -100,14 +104,23 @@ def shared_block(
     rows, columns = weights[0].shape
     w0 = np.empty((rows, columns), dtype)
     scales = np.empty((len(weights), rows), np.float32)
+    largest = ml_dtypes.finfo(dtype).max  # type: ignore[no-untyped-call]
+    most = min(_LONGEST_ROW, float(largest))
     for strip in _strips(rows, columns * len(weights)):
         stacked = np.stack([weight[strip].astype(np.float64) for weight in weights], axis=1)
         grams = stacked @ stacked.transpose(0, 2, 1)
-        finite = np.isfinite(np.diagonal(grams, axis1=1, axis2=2)).all(axis=0)
+        squares = np.diagonal(grams, axis1=1, axis2=2)
+        finite = np.isfinite(squares).all(axis=0)
         if not finite.all():
             raise CheckpointError(
                 f"{names[int(finite.argmin())]} holds a NaN or an infinity, expected numbers: "
                 "the checkpoint is damaged, download it again"
+            )
+        if (longest := float(squares.max(initial=0)) ** 0.5) > most:
+            name = names[int(squares.max(axis=0).argmax())]
+            raise CheckpointError(
+                f"{name} holds a row of length {longest:.3g}, expected at most {most:.3g}, beyond "
+                "which its factors overflow: the checkpoint is damaged, download it again"
             )
         leading = _with_fixed_signs(np.linalg.eigh(grams)[1][:, :, -1:])
         shared = (leading.transpose(0, 2, 1) @ stacked)[:, 0]

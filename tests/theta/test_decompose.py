@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 import ml_dtypes
@@ -231,6 +232,38 @@ def test_a_weight_that_is_no_number_is_named(value: float):
     weights[1][4, 0] = value
     with pytest.raises(CheckpointError, match=r"^b holds a NaN or an infinity"):
         decompose(weights, 1, names=["a", "b", "c"])
+
+
+@given(
+    data=st.data(),
+    dtype=st.sampled_from([np.float32, np.float16, ml_dtypes.bfloat16]),
+    layers=st.integers(2, 3),
+    rows=st.integers(1, 4),
+    columns=st.integers(1, 4),
+    rank=st.integers(0, 5),
+)
+def test_any_finite_bits_give_finite_bundles_or_one_line(
+    data: st.DataObject, dtype: Any, layers: int, rows: int, columns: int, rank: int
+):
+    size = layers * rows * columns * np.dtype(dtype).itemsize
+    bits = np.frombuffer(data.draw(st.binary(min_size=size, max_size=size)), dtype)
+    finite = np.where(np.isfinite(bits.astype(np.float32)), bits, np.zeros_like(bits))
+    weights = list(finite.reshape(layers, rows, columns).astype(dtype))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            bundles = decompose(weights, rank, dtype=dtype)
+        except CheckpointError as error:
+            assert "a row of length" in str(error)
+            longest = max(np.linalg.norm(weight.astype(F64), axis=1).max() for weight in weights)
+            assert longest > 65000
+            return
+    for weight, bundle in zip(weights, bundles, strict=True):
+        effective = effective_weight(bundle).astype(F64)
+        assert np.isfinite(effective).all()
+        tiny = float(ml_dtypes.finfo(dtype).smallest_normal)
+        length = np.linalg.norm(weight.astype(F64))
+        assert np.linalg.norm(effective - weight.astype(F64)) <= 1.02 * length + 99 * tiny
 
 
 def test_shapes_must_agree():
