@@ -23,7 +23,7 @@ from attnquant.inspect import Device, inspect
 from attnquant.kernels.codec import encode
 from attnquant.memory import ResidentBytes, Serving
 from attnquant.nn.memory_planner import DecoderMemoryPlanner
-from attnquant.nn.tensors import State
+from attnquant.nn.tensors import State, to_numpy
 from attnquant.settings import patterns
 
 LENGTH = 1024
@@ -75,7 +75,7 @@ def loaded(config: PipelineConfig, directory: Path, case: str) -> int:
     """Bytes of those tensors on the device; `input_scale` is a number on the host."""
     state = loaded_state(config, directory, case)
     return sum(
-        weight.to_buffer().to_numpy().nbytes
+        to_numpy(weight).nbytes
         for name, weight in state.items()
         if not name.endswith(".input_scale")
     )

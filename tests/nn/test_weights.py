@@ -15,10 +15,12 @@ from max.graph.weights import WeightData, load_weights
 from safetensors.numpy import save_file
 
 from attnquant.errors import AttnquantError, CheckpointError, SettingsError
+from attnquant.nn.embedding import table_dtype
 from attnquant.nn.tensors import to_numpy
 from attnquant.nn.weights import decoder_weights
 from attnquant.projections import FUSED_ROLES, ProjectionKey, group_module
 from attnquant.settings import Settings
+from attnquant.theta import Device
 from tests.tiny.gemma3 import CASES, TinyGemma3
 
 CASE = CASES["pattern2-scalar"]
@@ -87,7 +89,25 @@ def test_another_dtype_costs_one_stacked_array_a_group(
     )
     assert np.array_equal(to_numpy(state["layers.1.self_attn.qkv_proj.weight"]), expected)
     assert not any(".q_proj." in name for name in state)
-    assert all(weight.dtype == DType.float32 for weight in state.values())
+    tables = {name for name, weight in state.items() if weight.dtype != DType.float32}
+    assert tables == {"embed_tokens.weight"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "hidden", "device", "expected"),
+    [
+        (DType.bfloat16, DType.float32, 640, "cpu", DType.bfloat16),
+        (DType.bfloat16, DType.float32, 648, "cpu", DType.float32),  # not whole blocks of 16
+        (DType.float16, DType.float32, 640, "cpu", DType.float32),
+        (DType.float32, DType.float32, 640, "cpu", DType.float32),
+        (DType.bfloat16, DType.float32, 640, "gpu", DType.float32),
+        (DType.float32, DType.bfloat16, 640, "gpu", DType.bfloat16),
+    ],
+)
+def test_a_table_stays_as_stored_where_a_kernel_reads_it(
+    stored: DType, dtype: DType, hidden: int, device: Device, expected: DType
+) -> None:
+    assert table_dtype(stored, dtype, hidden, device) == expected
 
 
 def test_float32_to_bfloat16_rounds_to_nearest_even(tmp_path: Path) -> None:

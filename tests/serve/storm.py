@@ -30,7 +30,6 @@ from tests.serve.server import GRACE_SECONDS, Server, serve
 
 CONCURRENCY = 32
 ANSWER_SECONDS = 300
-MOST_TOKENS = 12
 
 # MAX 26.7's own: it answers these with status 500 before we see them (docs/robustness.md).
 FAULTS = ("nested", "no tokens")
@@ -88,13 +87,14 @@ class Tally:
         return self.right + self.refused + len(self.wrong)
 
 
-def good_request(model: str, seed: random.Random) -> Request:
+def good_request(model: str, seed: random.Random, brief: bool) -> Request:
     """A greedy completion or chat, streamed or not, of a few words or of many."""
-    prompt = " ".join(seed.choice(WORDS) for _ in range(seed.choice((1, 3, 8, 20, 60))))
+    count = seed.choice((1, 3, 8) if brief else (1, 3, 8, 20, 60))
+    prompt = " ".join(seed.choice(WORDS) for _ in range(count))
     kind = seed.choice(("plain", "streamed", "chat", "chat streamed"))
     content: dict[str, Any] = {
         "model": model,
-        "max_tokens": seed.randint(1, MOST_TOKENS),
+        "max_tokens": seed.randint(1, 4 if brief else 12),
         "temperature": 0,
         "stream": kind.endswith("streamed"),
     }
@@ -152,10 +152,10 @@ def broken_requests(model: str, max_length: int) -> list[Request]:
     return requests
 
 
-def leaving_request(model: str, seed: random.Random) -> Request:
+def leaving_request(model: str, seed: random.Random, brief: bool) -> Request:
     """A client that hangs up: in the request, before the answer, or in the middle of a stream."""
-    content = {"model": model, "prompt": "the of", "max_tokens": 200, "temperature": 0}
-    body = json.dumps(content | {"stream": True}).encode()
+    content = {"model": model, "prompt": "the of", "temperature": 0, "stream": True}
+    body = json.dumps(content | {"max_tokens": 20 if brief else 200}).encode()
     after = seed.choice((None, 0, 1, 400, 2000))
     return Request(
         kind="hang-up", path="completions", body=body, hang_up=after or 0, truncated=after is None
@@ -163,17 +163,20 @@ def leaving_request(model: str, seed: random.Random) -> Request:
 
 
 def storm_of(
-    model: str, max_length: int, count: int, *, good: int = 24, seed: int = 1
+    model: str, max_length: int, count: int, *, good: int = 24, brief: bool = False
 ) -> list[Request]:
-    """`count` requests: each broken one, some that hang up, and as many of `good` as it takes."""
-    random_ = random.Random(seed)
-    pool = [good_request(model, random_) for _ in range(good)]
+    """`count` requests: each broken one, some that hang up, and any of `good` others.
+
+    What is `brief` has fewer tokens, for larger models.
+    """
+    seed = random.Random(1)
+    pool = [good_request(model, seed, brief) for _ in range(good)]
     requests = broken_requests(model, max_length)
     while len(requests) < count:
         requests.append(
-            leaving_request(model, random_) if random_.random() < 0.125 else random_.choice(pool)
+            leaving_request(model, seed, brief) if seed.random() < 0.125 else seed.choice(pool)
         )
-    random_.shuffle(requests)
+    seed.shuffle(requests)
     return requests
 
 

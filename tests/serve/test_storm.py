@@ -19,7 +19,7 @@ SLACK_BYTES = 64 << 20
 
 
 def test_a_storm_changes_nothing(server: Server) -> None:
-    requests = storm_of("demo", MAX_LENGTH, 100, good=8)
+    requests = storm_of("demo", MAX_LENGTH, 100, good=8, brief=True)
 
     async def run() -> None:
         expected = await references(server.url, requests)
