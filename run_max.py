@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent
 MODEL_COMMANDS = ("serve", "generate", "encode", "warm-cache")
 
 MODEL_OPTIONS = ("--model", "--model-path")
-DRAFT_OPTIONS = ("--draft-model", "--draft-model-path")
+DRAFT_OPTION = "--draft-model-path"
 
 # Where MAX writes, rather than where it is installed.
 DATA_VARIABLE = re.compile(r"MODULAR_\w*(CACHE|LOG|FILENAME|OUTPUT|DUMP|TRACE)")
@@ -77,6 +77,11 @@ def with_defaults(arguments: Sequence[str], has_accelerator: bool) -> list[str]:
         if part
     ]
     return [*arguments, *added]
+
+
+def with_draft_option(arguments: Sequence[str]) -> list[str]:
+    """Spells `--draft-model` as MAX does, which knows `--model` both ways and this one way only."""
+    return [re.sub("^--draft-model(?=$|=)", DRAFT_OPTION, argument) for argument in arguments]
 
 
 def _given(arguments: Sequence[str], option: str) -> bool:
@@ -174,7 +179,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if arguments and arguments[0] in MODEL_COMMANDS and not wants_help:
             preflight.check_settings(model_of(arguments))
-            arguments = with_demo(arguments)
+            arguments = with_draft_option(with_demo(arguments))
             model = model_of(arguments)
             preflight.check_model(model)
             if (given := _value(arguments, MODEL_OPTIONS)) and given.rstrip("/"):
@@ -184,7 +189,7 @@ def main(arguments: Sequence[str]) -> int:
 
             arguments = with_defaults(arguments, has_accelerator=accelerator_count() > 0)
             on_cpu = _value(arguments, ("--devices",)) == "cpu"
-            preflight.check_draft(model, _value(arguments, DRAFT_OPTIONS), on_cpu=on_cpu)
+            preflight.check_draft(model, _value(arguments, (DRAFT_OPTION,)), on_cpu=on_cpu)
         if wants_help and arguments[0] == "--help":
             print(__doc__.strip(), end="\n\n")
         # MAX 26.7 declares some options twice, and recent versions of click say so at every start.

@@ -50,7 +50,7 @@ def check_draft(model: str | None, draft: str | None, *, on_cpu: bool) -> None:
 
     Args:
         model: what the user gave as `--model`, if anything.
-        draft: what the user gave as `--draft-model`, if anything.
+        draft: what the user gave as `--draft-model-path`, if anything.
         on_cpu: the model is to run on a CPU.
 
     Raises:
@@ -61,7 +61,7 @@ def check_draft(model: str | None, draft: str | None, *, on_cpu: bool) -> None:
         return
     if on_cpu:
         raise UnsupportedError(
-            f"--draft-model {draft}: MAX drafts on GPUs only; leave the drafter out on a CPU"
+            f"--draft-model-path {draft}: MAX drafts on GPUs only; leave the drafter out on a CPU"
         )
     config = _served_config(model)
     if config is None or not (Path(draft) / CONFIG_FILE).is_file():

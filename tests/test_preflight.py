@@ -296,9 +296,10 @@ def test_a_drafter_with_a_tensor_more_is_refused(pair: tuple[Path, Path]) -> Non
         check_draft(str(target), str(drafter), on_cpu=False)
 
 
-def test_the_command_refuses_a_drafter_on_a_cpu(pair: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("option", ["--draft-model", "--draft-model-path"])
+def test_the_command_refuses_a_drafter_on_a_cpu(pair: tuple[Path, Path], option: str) -> None:
     target, drafter = map(str, pair)
-    result = run("serve", "--model", target, "--draft-model", drafter, "--devices", "cpu")
+    result = run("serve", "--model", target, option, drafter, "--devices", "cpu")
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
-    assert line.startswith("run_max.py: --draft-model ")
+    assert line.startswith("run_max.py: --draft-model-path ")

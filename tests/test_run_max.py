@@ -197,3 +197,10 @@ def test_no_wrong_setting_is_overlooked(variable: str, value: str, words: str) -
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith("run_max.py: ") and words in line
+
+
+def test_draft_model_is_spelled_as_max_spells_it() -> None:
+    given = ["serve", "--draft-model", "a", "--draft-model=b", "--draft-model-path", "c"]
+    assert run_max.with_draft_option(given) == [
+        *("serve", "--draft-model-path", "a", "--draft-model-path=b", "--draft-model-path", "c")
+    ]

@@ -49,7 +49,7 @@ def test_it_compiles_with_its_drafter(
     case = dataclasses.replace(DRAFTERS["gemma4-shared-values"], dtype="bfloat16")
     warm_cache(
         tiny_directory("gemma4-shared-values"),
-        *("--draft-model", str(case.write(tmp_path / "drafter"))),
+        *("--draft-model-path", str(case.write(tmp_path / "drafter"))),
         *("--speculative-method", "mtp", "--num-speculative-tokens", "3"),
         quant=quant,
     )
