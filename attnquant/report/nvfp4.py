@@ -180,7 +180,9 @@ def _coverages(
 
 
 def _pieces(text: Path, directory: Path, checkpoint: Checkpoint) -> list[list[int]]:
-    if Settings.read(checkpoint.config.get("attnquant")) != Settings():
+    settings = Settings.read(checkpoint.config.get("attnquant"))
+    # The cache of packed weights does not change what a model is.
+    if replace(settings, cache_gb=Settings.cache_gb) != Settings():
         raise SettingsError(
             "report --text: found ATTNQUANT_* settings, expected none: it compares with the model "
             "as it is; unset them, and say what to quantize with --ignore and --scales"
