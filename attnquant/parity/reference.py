@@ -37,7 +37,11 @@ class Reference:
         self._torch = torch
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
-                directory, dtype="float32", attn_implementation="eager", local_files_only=True
+                directory,
+                dtype="float32",
+                attn_implementation="eager",
+                local_files_only=True,
+                use_safetensors=True,
             )
         except Exception as error:  # transformers and safetensors raise their own
             raise CheckpointError(
