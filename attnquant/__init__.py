@@ -20,6 +20,7 @@ SERVED: tuple[str, ...] = (
     "Gemma3ForCausalLM",
     "Gemma4ForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
+    "Qwen3ForCausalLM",
 )
 """The names of the architectures, for who must not import MAX to know them."""
 
@@ -28,6 +29,7 @@ def __getattr__(name: str) -> Any:
     if name == "ARCHITECTURES":
         from attnquant.gemma3.arch import gemma3_arch
         from attnquant.gemma4.arch import gemma4_arch, gemma4_speculator, gemma4_unified_arch
+        from attnquant.qwen3.arch import qwen3_arch
 
-        return [gemma3_arch, gemma4_arch, gemma4_unified_arch, gemma4_speculator]
+        return [gemma3_arch, gemma4_arch, gemma4_unified_arch, gemma4_speculator, qwen3_arch]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

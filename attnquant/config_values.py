@@ -26,6 +26,7 @@ MODEL_TYPES: dict[str, tuple[str, str]] = {
     "Gemma3ForCausalLM": ("gemma3_text", "gemma3_text"),
     "Gemma4ForConditionalGeneration": ("gemma4", "gemma4_text"),
     "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified", "gemma4_unified_text"),
+    "Qwen3ForCausalLM": ("qwen3", "qwen3"),
 }
 
 Test = Callable[[Any], bool]
@@ -58,6 +59,8 @@ _TEXT = (lambda value: value is None or isinstance(value, str), "a string")
 _TOKEN = (_or_null(_is_token), "a token's id")
 _SWITCH = (lambda value: isinstance(value, bool), "true or false")
 
+_ACTIVATION = (lambda value: value in get_args(Activation), " or ".join(get_args(Activation)))
+
 # transformers takes no whole number where it wants a decimal one.
 _FIELDS: dict[str, tuple[Test, str]] = {
     "max_position_embeddings": _COUNT,
@@ -68,10 +71,8 @@ _FIELDS: dict[str, tuple[Test, str]] = {
         _or_null(lambda value: _is_decimal(value) and value > 0),
         "a decimal number above 0, or null",
     ),
-    "hidden_activation": (
-        lambda value: value in get_args(Activation),
-        " or ".join(get_args(Activation)),
-    ),
+    "hidden_activation": _ACTIVATION,
+    "hidden_act": _ACTIVATION,
     "initializer_range": (_is_decimal, "a decimal number"),
     "attention_dropout": (_or_null(_is_number), "a number"),
     "use_cache": _SWITCH,
@@ -157,7 +158,10 @@ def check_values(config: Mapping[str, Any], shapes: DecoderShapes) -> None:
     """
     text = text_config(config)
     path = "" if text is config else "text_config."
-    problems = _wrong(text, _FIELDS, path)
+    one_kind = shapes.architecture == "Qwen3ForCausalLM"
+    # A decoder whose layers are all full ones may name no window.
+    fields = _FIELDS | ({"sliding_window": (_or_null(_is_count), _COUNT[1])} if one_kind else {})
+    problems = _wrong(text, fields, path)
     own_type, text_type = MODEL_TYPES[shapes.architecture]
     types = [("model_type", config, own_type)]
     bidirectional = _BIDIRECTIONAL["gemma3_text" if own_type == text_type else "gemma4_text"]
@@ -178,8 +182,8 @@ def check_values(config: Mapping[str, Any], shapes: DecoderShapes) -> None:
         problems.append(
             f"text_config is there, expected its fields beside {shapes.architecture}'s others"
         )
-    problems += _rope_problems(text, path)
-    if own_type == text_type and shapes.hidden % shapes.heads:
+    problems += _flat_rope(text) if one_kind else _rope_problems(text, path)
+    if own_type == text_type and not one_kind and shapes.hidden % shapes.heads:
         problems.append(
             f"hidden_size is {shapes.hidden}, expected a multiple of num_attention_heads = "
             f"{shapes.heads}, as transformers demands"
@@ -198,6 +202,18 @@ def _wrong(
         for name, (test, expected) in fields.items()
         if name in values and not test(values[name])
     ]
+
+
+def _flat_rope(text: Mapping[str, Any]) -> list[str]:
+    """Of decoders with one kind of layers, whose rotary parameters have no kinds either."""
+    problems = []
+    for path in ("rope_parameters", "rope_scaling"):
+        values = text.get(path)
+        if isinstance(values, Mapping):
+            problems += _wrong(values, _ROPE, f"{path}.")
+        elif values is not None:
+            problems.append(f"{path} is {repr(values)}, expected an object")
+    return problems
 
 
 def _rope_problems(text: Mapping[str, Any], prefix: str) -> list[str]:

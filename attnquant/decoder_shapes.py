@@ -2,16 +2,18 @@
 
 Everything that must agree on shapes asks here: the graph, the weight adapters, the theta
 decomposition, the byte accounting, and `inspect`, which has nothing but a config.json. The text
-decoders of Gemma 3 and Gemma 4 differ in data only:
+decoders of Gemma 3, Gemma 4 and Qwen3 differ in data only:
 
 - Gemma 4's full-attention layers have their own head size (`global_head_dim`); with
   `attention_k_eq_v` they also have their own number of key-value heads and no `v_proj`, since
   values are the keys before their norm;
-- Gemma 4 multiplies each layer's output by one stored number, `layer_scalar`.
+- Gemma 4 multiplies each layer's output by one stored number, `layer_scalar`;
+- Qwen3's layers all attend to everything, have norms before their blocks only, and its head is
+  untied unless the config says otherwise.
 
-Field names and defaults are those of transformers' `Gemma3TextConfig`, `Gemma4TextConfig` and
-`Gemma4UnifiedTextConfig`. A field that has no default there that every checkpoint shares is
-required here.
+Field names and defaults are those of transformers' `Gemma3TextConfig`, `Gemma4TextConfig`,
+`Gemma4UnifiedTextConfig` and `Qwen3Config`. A field that has no default there that every checkpoint
+shares is required here.
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ from attnquant.errors import CheckpointError, UnsupportedError
 from attnquant.projections import ProjectionKey, Role
 
 LayerType = Literal["sliding_attention", "full_attention"]
-Family = Literal["gemma3", "gemma4"]
+Family = Literal["gemma3", "gemma4", "qwen3"]
 
 _FAMILIES: dict[str, Family] = {
     "Gemma3ForCausalLM": "gemma3",
     "Gemma4ForConditionalGeneration": "gemma4",
     "Gemma4UnifiedForConditionalGeneration": "gemma4",
+    "Qwen3ForCausalLM": "qwen3",
 }
 
 # A text config that was taken out of its wrapper names no architecture, only its own type.
@@ -38,6 +41,7 @@ _ARCHITECTURE_OF_TEXT: dict[str, str] = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4_text": "Gemma4ForConditionalGeneration",
     "gemma4_unified_text": "Gemma4UnifiedForConditionalGeneration",
+    "qwen3": "Qwen3ForCausalLM",
 }
 
 # A hundred times what decoders have: what a broken number must not make us build.
@@ -52,6 +56,7 @@ _UNSUPPORTED: dict[str, tuple[str, Any]] = {
     "hidden_size_per_layer_input": ("per-layer input embeddings", 0),
     "num_kv_shared_layers": ("layers that share key-value projections", 0),
     "enable_moe_block": ("mixture-of-experts blocks", False),
+    "use_sliding_window": ("Qwen3's sliding windows", False),
 }
 
 
@@ -108,7 +113,7 @@ class DecoderShapes:
         text = ConfigFields(text_config(config))
         _refuse_unsupported(text)
         hidden, heads = text.positive("hidden_size"), text.positive("num_attention_heads")
-        kinds = layer_types(text)
+        kinds = layer_types(text, family)
         if family == "gemma4" and kinds[-1] != "full_attention":
             # transformers would change it to full attention, and so ask for other shapes.
             raise CheckpointError(
@@ -121,7 +126,7 @@ class DecoderShapes:
             vocab=text.positive("vocab_size"),
             hidden=hidden,
             heads=heads,
-            tied=is_tied(config, text),
+            tied=is_tied(config, text, family != "qwen3"),
             layers=tuple(layer_of[kind] for kind in kinds),
         )
 
@@ -223,20 +228,22 @@ def _refuse_unsupported(text: ConfigFields) -> None:
             )
 
 
-def layer_types(text: ConfigFields) -> tuple[LayerType, ...]:
+def layer_types(text: ConfigFields, family: Family) -> tuple[LayerType, ...]:
     count = text.positive("num_hidden_layers")
     if count > MOST_LAYERS:
         raise CheckpointError(
             f"config.json: num_hidden_layers is {count}, expected at most {MOST_LAYERS}"
         )
     kinds = text.get("layer_types", None)
+    if kinds is None and family == "qwen3":
+        kinds = ["full_attention"] * count
     if kinds is None:
         pattern = text.positive("sliding_window_pattern", _DEFAULT_PATTERN)
         kinds = [
             "sliding_attention" if (index + 1) % pattern else "full_attention"
             for index in range(count)
         ]
-    allowed = get_args(LayerType)
+    allowed = get_args(LayerType) if family != "qwen3" else ("full_attention",)
     if not isinstance(kinds, list) or len(kinds) != count:
         found = f"has {len(kinds)} entries" if isinstance(kinds, list) else f"is {repr(kinds)}"
         raise CheckpointError(
@@ -285,11 +292,12 @@ def _layer(
     vectors = {
         "input_layernorm.weight": hidden,
         "post_attention_layernorm.weight": hidden,
-        "pre_feedforward_layernorm.weight": hidden,
-        "post_feedforward_layernorm.weight": hidden,
         "self_attn.q_norm.weight": head_dim,
         "self_attn.k_norm.weight": head_dim,
     }
+    if family != "qwen3":
+        vectors["pre_feedforward_layernorm.weight"] = hidden
+        vectors["post_feedforward_layernorm.weight"] = hidden
     if family == "gemma4":
         vectors["layer_scalar"] = 1
     return LayerShapes(
@@ -297,11 +305,11 @@ def _layer(
     )
 
 
-def is_tied(config: Mapping[str, Any], text: ConfigFields) -> bool:
-    """The outer config decides, as in transformers; both tie unless they say otherwise."""
+def is_tied(config: Mapping[str, Any], text: ConfigFields, default: bool) -> bool:
+    """The outer config decides, as in transformers; where neither says it, the family does."""
     value = config.get("tie_word_embeddings")
     if value is None:
-        value = text.get("tie_word_embeddings", True)
+        value = text.get("tie_word_embeddings", default)
     if not isinstance(value, bool):
         raise CheckpointError(
             f"config.json: tie_word_embeddings is {repr(value)}, expected true or false"

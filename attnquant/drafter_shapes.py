@@ -99,7 +99,7 @@ class DrafterShapes:
                 f"config.json: backbone_hidden_size is {backbone}, expected {target.hidden}, the "
                 f"target's hidden_size; {_AGAIN}"
             )
-        kinds = layer_types(text)
+        kinds = layer_types(text, "gemma4")
         _check_shared(text.values, target_text, kinds)
         of_kind = {layer.kind: layer for layer in target.layers}
         for kind in kinds:
@@ -121,7 +121,7 @@ class DrafterShapes:
             heads=heads,
             head_dims={kind: of_kind[kind].head_dim for kind in kinds},
             layers=kinds,
-            tied=is_tied(config, text),
+            tied=is_tied(config, text, True),
         )
 
     @property

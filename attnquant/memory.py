@@ -67,6 +67,7 @@ _WINDOW_OF: dict[str, int] = {
     "Gemma3ForCausalLM": 4096,
     "Gemma4ForConditionalGeneration": 512,
     "Gemma4UnifiedForConditionalGeneration": 1024,
+    "Qwen3ForCausalLM": 4096,
 }
 _DEFAULT_POSITIONS = 131_072
 

@@ -47,7 +47,7 @@ def build_decoder(
         table=weights[EMBEDDING].dtype,
         dtype=config.dtype,
         device=device,
-        scale=shapes.hidden**0.5,
+        scale=config.embedding_scale,
     )
     layers = []
     for index, kind in enumerate(kinds):
@@ -88,6 +88,7 @@ def build_layer(
     (device,) = config.devices
     norm = partial(_norm, config)
     hidden, shapes = config.shapes.hidden, config.shapes.layers[index]
+    norms_after = "post_feedforward_layernorm.weight" in shapes.vectors
     projections = layer_projections(config.shapes, index, weights, config.dtype, device)
     return DecoderLayer(
         self_attn=Attention(
@@ -107,8 +108,8 @@ def build_layer(
         ),
         input_layernorm=norm(hidden),
         post_attention_layernorm=norm(hidden),
-        pre_feedforward_layernorm=norm(hidden),
-        post_feedforward_layernorm=norm(hidden),
+        pre_feedforward_layernorm=norm(hidden) if norms_after else None,
+        post_feedforward_layernorm=norm(hidden) if norms_after else None,
         layer_scalar=(
             Weight("layer_scalar", config.dtype, (1,), device)
             if "layer_scalar" in shapes.vectors

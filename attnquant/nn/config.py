@@ -55,7 +55,7 @@ class DecoderConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
         kv_params: the sliding and the full cache, by the kind of layer.
         max_seq_len: the longest sequence, in tokens.
         attention_scale: factor on the attention scores.
-        window: the sliding window, in tokens.
+        window: the sliding window, in tokens; None if no layer has one.
         ropes: by the kind of layer.
         rms_norm_eps: added to the mean square.
         hidden_activation: as the Hugging Face config names it.
@@ -64,10 +64,12 @@ class DecoderConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
         return_hidden_states: which positions' hidden states it returns.
         norm_offset: added to every norm's stored weight.
         normalizes_values: values have a norm per head, without a weight.
+        scales_embeddings: embeddings are multiplied by the root of their width.
     """
 
     norm_offset: ClassVar[float] = 0.0
     normalizes_values: ClassVar[bool] = False
+    scales_embeddings: ClassVar[bool] = True
 
     DEFAULT_ENCODING: ClassVar[SupportedEncoding] = DEFAULT_ENCODING
     SUPPORTED_ENCODINGS: ClassVar[set[SupportedEncoding]] = {
@@ -82,7 +84,7 @@ class DecoderConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
     kv_params: MultiKVCacheParams
     max_seq_len: int
     attention_scale: float
-    window: int
+    window: int | None
     ropes: dict[str, Rope]
     rms_norm_eps: float
     hidden_activation: Activation
@@ -112,9 +114,12 @@ class DecoderConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
         shapes = DecoderShapes.from_config(hf.to_dict())
         check_values(hf.to_dict(), shapes)
         cls.check(hf)
-        if devices[0].is_cpu() and text.sliding_window < SMALLEST_CPU_WINDOW:
+        window = text.sliding_window
+        if all(layer.kind != "sliding_attention" for layer in shapes.layers):
+            window = None
+        if devices[0].is_cpu() and window is not None and window < SMALLEST_CPU_WINDOW:
             raise UnsupportedError(
-                f"config.json: sliding_window is {text.sliding_window}; MAX's CPU attention needs "
+                f"config.json: sliding_window is {window}; MAX's CPU attention needs "
                 f"{SMALLEST_CPU_WINDOW} or more. Serve this model on a GPU"
             )
         return cls(
@@ -129,12 +134,18 @@ class DecoderConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
                 cache_dtype_for_encoding(encoding, model.kv_cache.kv_cache_format),
             ),
             max_seq_len=max_seq_len,
-            window=text.sliding_window,
+            window=window,
             rms_norm_eps=text.rms_norm_eps,
-            hidden_activation=text.hidden_activation,
-            softcap=text.final_logit_softcapping,
+            # What Gemma calls hidden_activation, others call hidden_act.
+            hidden_activation=getattr(text, "hidden_activation", None) or text.hidden_act,
+            softcap=getattr(text, "final_logit_softcapping", None),
             **cls.own_fields(hf),
         )
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor on every embedding."""
+        return float(self.shapes.hidden**0.5) if self.scales_embeddings else 1.0
 
     @classmethod
     def check(cls, huggingface_config: Any) -> None:
@@ -162,12 +173,12 @@ class DecoderConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
         *,
         allow_kv_head_replication: bool = False,
     ) -> MultiKVCacheParams:
-        """One cache for the sliding layers, which keeps a window, and one for the full layers."""
+        """A cache for each kind of layer that there is: a sliding one keeps a window."""
         layers = DecoderShapes.from_config(huggingface_config.to_dict()).layers
         of_kind = {layer.kind: layer for layer in layers}
         sliding = of_kind.get("sliding_attention", layers[0])
         full = of_kind.get("full_attention", layers[0])
-        return hybrid_swa_full_kv_params(
+        both = hybrid_swa_full_kv_params(
             layer_types=[layer.kind for layer in layers],
             sliding_window=text_config(huggingface_config).sliding_window,
             pipeline_config=pipeline_config,
@@ -179,6 +190,9 @@ class DecoderConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
             full_n_kv_heads=full.kv_heads,
             full_head_dim=full.head_dim,
             allow_kv_head_replication=allow_kv_head_replication,
+        )
+        return MultiKVCacheParams.from_params(
+            {kind: params for kind, params in both.children.items() if kind in of_kind}
         )
 
     @override

@@ -37,7 +37,9 @@ _SCALES, _INPUT_SCALE = ".block_scales", ".input_scale"
 class DecoderLayer(Module):
     """`x + post(attention(pre(x)))`, then `x + post(mlp(pre(x)))`, then times `layer_scalar`.
 
-    The attributes carry the names that the weights have in Gemma checkpoints. `layer_scalar` is one
+    The attributes carry the names that the weights have in checkpoints. A layer without norms
+    around the feed-forward block has none after attention either: what is called
+    `post_attention_layernorm` there stands before the feed-forward block. `layer_scalar` is one
     number of the activations' dtype, `[1]`; None where a decoder has none.
     """
 
@@ -48,8 +50,8 @@ class DecoderLayer(Module):
         mlp: GatedMLP,
         input_layernorm: RMSNorm,
         post_attention_layernorm: RMSNorm,
-        pre_feedforward_layernorm: RMSNorm,
-        post_feedforward_layernorm: RMSNorm,
+        pre_feedforward_layernorm: RMSNorm | None,
+        post_feedforward_layernorm: RMSNorm | None,
         layer_scalar: Weight | None = None,
     ) -> None:
         super().__init__()
@@ -76,8 +78,12 @@ class DecoderLayer(Module):
         """
         use_blocks(self, blocks)
         attended = self.self_attn(self.input_layernorm(x), kv, row_offsets, freqs_cis, cache_layer)
-        x = x + self.post_attention_layernorm(attended)
-        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
+            x = x + attended
+            x = x + self.mlp(self.post_attention_layernorm(x))
+        else:
+            x = x + self.post_attention_layernorm(attended)
+            x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         return x if self.layer_scalar is None else x * self.layer_scalar
 
 

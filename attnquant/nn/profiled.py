@@ -106,7 +106,7 @@ class LoadedDecoder:
     def _embeddings(self, ids: NDArray[np.int64]) -> NDArray[Any]:
         """What `ScaledEmbedding` makes of token ids."""
         rows = to_numpy(self._data[self._names["embed_tokens.weight"]])[ids]
-        scale = np.asarray(self._config.shapes.hidden**0.5, self._numpy_dtype)
+        scale = np.asarray(self._config.embedding_scale, self._numpy_dtype)
         product: NDArray[Any] = rows.astype(self._numpy_dtype) * scale
         return product
 

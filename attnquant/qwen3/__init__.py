@@ -1,0 +1,1 @@
+"""Qwen3 in six files: configuration, weights, graph, batches, model, registration."""
