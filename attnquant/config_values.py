@@ -160,8 +160,8 @@ def check_values(config: Mapping[str, Any], shapes: DecoderShapes) -> None:
     path = "" if text is config else "text_config."
     one_kind = shapes.architecture == "Qwen3ForCausalLM"
     # A decoder whose layers are all full ones may name no window.
-    fields = _FIELDS | ({"sliding_window": (_or_null(_is_count), _COUNT[1])} if one_kind else {})
-    problems = _wrong(text, fields, path)
+    checks = _FIELDS | ({"sliding_window": (_or_null(_is_count), _COUNT[1])} if one_kind else {})
+    problems = _wrong(text, checks, path)
     own_type, text_type = MODEL_TYPES[shapes.architecture]
     types = [("model_type", config, own_type)]
     bidirectional = _BIDIRECTIONAL["gemma3_text" if own_type == text_type else "gemma4_text"]
