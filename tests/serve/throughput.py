@@ -19,7 +19,7 @@ from statistics import NormalDist
 
 from attnquant.nvfp4.report import align
 from bench.common import Sample, alternate
-from tests.serve.server import MAX, ROOT, RUN_MAX, Server, serve
+from tests.serve.server import MAX, RUN_MAX, Server, serve
 
 Rates = dict[tuple[str, int], list[float]]
 """Output tokens per second of each session, by side and concurrency."""
@@ -103,7 +103,7 @@ def measure(load: Load, sides: Mapping[str, Side], sessions: int, folder: Path) 
 
 
 def _client(server: Server, load: Load, concurrency: int, result: Path) -> float:
-    """Output tokens per second of one run of `max benchmark`."""
+    """Output tokens per second of one run of `max benchmark`; it leaves a folder where it runs."""
     options = {
         "--model": load.served,
         "--tokenizer": load.tokenizer,
@@ -127,7 +127,12 @@ def _client(server: Server, load: Load, concurrency: int, result: Path) -> float
     # Kernels that ran in this process set variables, below Python, that mislead another one.
     environ = dict(os.environ)
     run = subprocess.run(
-        command + switches, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
+        command + switches,
+        cwd=result.parent,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if run.returncode or not result.is_file():
         raise RuntimeError(f"`max benchmark` failed:\n{(run.stdout + run.stderr)[-3000:]}")
