@@ -40,9 +40,7 @@ def load_text(directory: Path, change: Callable[[State], State] | None = None) -
     from attnquant.nn.loaded import LoadedText
 
     arch = architecture_of(DecoderShapes.from_config(Checkpoint.open(directory).config))
-    return LoadedText(
-        directory, arch, max_length=MAX_LENGTH, change=change or (lambda state: state)
-    )
+    return LoadedText(directory, arch, max_length=MAX_LENGTH, change=change)
 
 
 def load_tokenizer(directory: Path) -> Callable[[str], list[int]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,10 @@ from attnquant.decoder_shapes import DecoderShapes
 from attnquant.demo import checkpoint_directory
 from attnquant.divergence import chunks, compare
 from attnquant.kernels.codec import decode, encode, largest_magnitude
-from attnquant.nvfp4.format import BLOCK_SIZE
+from attnquant.nvfp4.format import BLOCK_SIZE, E2M1_VALUES
 from attnquant.nvfp4.profile import SEED, SEQUENCE_TOKENS, Profile, random_tokens
+from attnquant.nvfp4.scales import e2m1_codes
+from attnquant.parity import reference as parity
 from attnquant.projections import BLOCK_OF_ROLE, fused_groups, group_module
 from bench.common import EVALUATION_TEXT, Run, seconds
 from bench.divergence import Quality
@@ -76,22 +79,15 @@ def rounded(
 
 def _nearest(values: Array, steps: Array) -> Array:
     """The nearest multiples of the steps by E2M1 numbers."""
-    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
     scaled = np.abs(values) / np.where(steps == 0, 1, steps)
-    index = np.searchsorted((grid[1:] + grid[:-1]) / 2, scaled)
-    return np.copysign(grid[index] * steps, values)
+    return np.copysign(E2M1_VALUES[e2m1_codes(scaled)] * steps, values)
 
 
-class Reference:
+class Reference(parity.Reference):
     """The model in transformers, whose projections can be replaced."""
 
-    def __init__(self, directory: str, shapes: DecoderShapes) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        self._torch = torch
-        self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        self._model.eval()
+    def __init__(self, directory: Path, shapes: DecoderShapes) -> None:
+        super().__init__(directory)
         self.groups: dict[str, dict[str, Any]] = {}
         for index, layer in enumerate(shapes.layers):
             for roles in fused_groups(tuple(layer.projections)):
@@ -109,13 +105,6 @@ class Reference:
             for module, members in weights.items():
                 for role, weight in members.items():
                     self.groups[module][role].weight.copy_(self._torch.from_numpy(weight))
-
-    def logits(self, tokens: Sequence[int]) -> Array:
-        """`[tokens, vocab]`."""
-        with self._torch.inference_mode():
-            out = self._model(input_ids=self._torch.tensor([list(tokens)]), use_cache=False)
-        logits: Array = out.logits[0].numpy()
-        return logits
 
     def moments(self, sequences: Sequence[Sequence[int]]) -> Moments:
         """Second moments of what goes into the groups, without each sequence's first token."""
@@ -193,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = run.parse(arguments)
     directory = checkpoint_directory(options.model)
     shapes = DecoderShapes.from_config(read_json_object(directory / "config.json"))
-    reference = Reference(str(directory), shapes)
+    reference = Reference(directory, shapes)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     text = tokenizer.encode(EVALUATION_TEXT.read_text(encoding="utf-8")).ids
     pieces = chunks(text, SEQUENCE_TOKENS)[: options.chunks]

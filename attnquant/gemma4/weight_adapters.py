@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from max.dtype import DType
@@ -14,10 +13,8 @@ from max.pipelines.modeling.config_enums import supported_encoding_dtype
 from attnquant.gemma4.model_config import Gemma4Config, vision_config
 from attnquant.nn.config import graph_encoding
 from attnquant.nn.tensors import State, from_numpy, numpy_dtype, to_numpy
-from attnquant.nn.weights import decoder_weights
-from attnquant.nvfp4.profile import SEQUENCE_TOKENS
+from attnquant.nn.weights import checkpoint_weights
 from attnquant.projections import PREFIXES
-from attnquant.settings import Settings
 
 VISION = "vision."
 """What stands before the names of the vision tower's weights."""
@@ -34,17 +31,14 @@ def convert_safetensors(
     **_: Any,
 ) -> dict[str, WeightData]:
     """MAX's weight adapter: a safetensors checkpoint's tensors to the graphs', by name."""
-    dtype = supported_encoding_dtype(graph_encoding(pipeline_config.model))
-    weights: State = decoder_weights(
+    weights = checkpoint_weights(
         state_dict,
-        config=huggingface_config.to_dict(),
-        dtype=dtype,
-        settings=Settings.read(getattr(huggingface_config, "attnquant", None)),
-        device=pipeline_config.model.device_specs[0].device_type,
-        decoder=partial(Gemma4Config.initialize, pipeline_config, max_seq_len=SEQUENCE_TOKENS),
-        files=pipeline_config.model.resolved_weight_paths(),
+        config=Gemma4Config,
+        huggingface_config=huggingface_config,
+        pipeline_config=pipeline_config,
     )
     if vision_config(huggingface_config) is not None:
+        dtype = supported_encoding_dtype(graph_encoding(pipeline_config.model))
         weights |= _vision_weights(state_dict, dtype)
     return weights
 

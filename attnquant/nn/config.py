@@ -111,8 +111,9 @@ class DecoderConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
         hf, text = model.huggingface_config, text_config(model.huggingface_config)
         encoding = graph_encoding(model)
         devices = [DeviceRef(spec.device_type, spec.id) for spec in model.device_specs]
-        shapes = DecoderShapes.from_config(hf.to_dict())
-        check_values(hf.to_dict(), shapes)
+        config = hf.to_dict()
+        shapes = DecoderShapes.from_config(config)
+        check_values(config, shapes)
         cls.check(hf)
         window = text.sliding_window
         if all(layer.kind != "sliding_attention" for layer in shapes.layers):

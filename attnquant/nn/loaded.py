@@ -42,6 +42,21 @@ class LoadedPipeline:
     cache: Any
 
 
+def cpu_config(directory: Path, *, max_length: int, max_batch_size: int) -> PipelineConfig:
+    """MAX's configuration for a checkpoint on the CPU, in float32, without a cache of prefixes."""
+    return PipelineConfig.from_args(
+        PipelineArgs.from_flat_kwargs(
+            model_path=str(directory),
+            custom_architectures=["attnquant"],
+            device_specs="cpu",
+            quantization_encoding="float32",
+            max_length=max_length,
+            max_batch_size=max_batch_size,
+            enable_prefix_caching=False,
+        )
+    )
+
+
 def load_pipeline(
     directory: Path,
     model_class: Callable[..., Any],
@@ -61,17 +76,7 @@ def load_pipeline(
         max_length: the longest sequence, in tokens.
         max_batch_size: sequences at once.
     """
-    config = PipelineConfig.from_args(
-        PipelineArgs.from_flat_kwargs(
-            model_path=str(directory),
-            custom_architectures=["attnquant"],
-            device_specs="cpu",
-            quantization_encoding="float32",
-            max_length=max_length,
-            max_batch_size=max_batch_size,
-            enable_prefix_caching=False,
-        )
-    )
+    config = cpu_config(directory, max_length=max_length, max_batch_size=max_batch_size)
     plan = PIPELINE_REGISTRY.retrieve_factory(config).memory_plan
     session = InferenceSession(devices=[CPU()])
     model = model_class(

@@ -64,6 +64,7 @@ class Quantizer:
         self._data = data
         self._profile = profile
         self._cache = cache
+        self._filled = cache if cache is not None and cache.is_filled else None
         self._kept: State = {}
         self._errors: dict[str, list[float | None]] = {}
         self._encodes = False
@@ -115,8 +116,8 @@ class Quantizer:
         # Compiling for a device that is elsewhere needs the shapes only.
         if is_virtual_device_mode():
             return _state(module, empty_parts([part.shape for part in parts.values()]))
-        if self._cache is not None and self._cache.is_filled:
-            state, errors = self._cache.group(module)
+        if self._filled is not None:
+            state, errors = self._filled.group(module)
         else:
             state, errors = self._packed(module, parts)
             self._kept |= state
@@ -165,8 +166,8 @@ class Quantizer:
         """The packed output head."""
         if is_virtual_device_mode():
             return _state(LM_HEAD, empty_parts([weight.shape]))
-        if self._cache is not None and self._cache.is_filled:
-            return self._cache.group(LM_HEAD)[0]
+        if self._filled is not None:
+            return self._filled.group(LM_HEAD)[0]
         packed = (
             load_nvfp4(weight, self._array) if weight.is_nvfp4 else self._encoded(weight.names[0])
         )
@@ -207,7 +208,7 @@ class Quantizer:
             before=token_bytes(self._shapes).total,
             after=token_bytes(self._shapes, self._coverage).total + self._beside,
             scales=self._scales,
-            kept=self._cache is not None and self._cache.is_filled,
+            kept=self._filled is not None,
             seconds=time.monotonic() - self._start,
         )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,15 @@ import numpy as np
 from max.driver import is_virtual_device_mode
 from max.dtype import DType
 from max.graph.weights import WeightData, Weights
+from max.pipelines.lib import PipelineConfig
+from max.pipelines.modeling.config_enums import supported_encoding_dtype
 
 from attnquant.checkpoint.nvfp4_layouts import LM_HEAD, StoredWeight
 from attnquant.checkpoint.theta_layout import StoredBundle, held_bundles
 from attnquant.checkpoint.verify import EMBEDDING, decoder_tensors
 from attnquant.decoder_shapes import DecoderShapes
 from attnquant.nn.bundles import bundle_at, bundles_of, corrections, keep, rebuild
-from attnquant.nn.config import DecoderConfig
+from attnquant.nn.config import DecoderConfig, graph_encoding
 from attnquant.nn.embedding import TABLES, table_dtype
 from attnquant.nn.packed_cache import PackedCache
 from attnquant.nn.profiled import LoadedDecoder
@@ -32,7 +35,7 @@ from attnquant.nn.quantize import Quantizer
 from attnquant.nn.tensors import State, aligned, from_numpy, numpy_dtype, specs_of, to_numpy
 from attnquant.nn.theta import block_module
 from attnquant.nvfp4.coverage import coverage_of
-from attnquant.nvfp4.profile import chosen_scales
+from attnquant.nvfp4.profile import SEQUENCE_TOKENS, chosen_scales
 from attnquant.projections import ProjectionKey, Role, fused_groups, group_module
 from attnquant.settings import PREFIX, Settings
 from attnquant.theta import Device, ThetaPlan, plan_of
@@ -169,6 +172,36 @@ def decoder_weights(
         name: _converted([data[source]], in_graph(name, data[source].dtype), name)
         for name, source in names.items()
     }
+
+
+def checkpoint_weights(
+    tensors: Mapping[str, Weights],
+    *,
+    config: type[DecoderConfig],
+    huggingface_config: Any,
+    pipeline_config: PipelineConfig,
+    **_: Any,
+) -> State:
+    """A decoder's weight adapter, as MAX calls it: `decoder_weights` with what MAX's configs say.
+
+    Args:
+        tensors: the checkpoint's tensors, by their names there.
+        config: the decoder's configuration.
+        huggingface_config: the checkpoint's.
+        pipeline_config: MAX's.
+
+    Raises:
+        CheckpointError, SettingsError: as `decoder_weights`.
+    """
+    return decoder_weights(
+        tensors,
+        config=huggingface_config.to_dict(),
+        dtype=supported_encoding_dtype(graph_encoding(pipeline_config.model)),
+        settings=Settings.read(getattr(huggingface_config, "attnquant", None)),
+        device=pipeline_config.model.device_specs[0].device_type,
+        decoder=partial(config.initialize, pipeline_config, max_seq_len=SEQUENCE_TOKENS),
+        files=pipeline_config.model.resolved_weight_paths(),
+    )
 
 
 def can_fuse(quantized: Sequence[bool]) -> bool:

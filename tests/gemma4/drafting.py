@@ -17,7 +17,7 @@ from max.engine import InferenceSession
 from max.graph import Graph
 from max.graph.weights import load_weights
 from max.nn.transformer import ReturnHiddenStates, ReturnLogits
-from max.pipelines import PipelineArgs, PipelineConfig
+from max.pipelines import PipelineConfig
 from max.pipelines.architectures.gemma4.context import Gemma4Context
 from max.pipelines.context.tokens import TokenBuffer
 from max.pipelines.kv_cache.registry import load_kv_manager
@@ -31,6 +31,7 @@ from attnquant.gemma4.model_config import Gemma4Config
 from attnquant.gemma4.weight_adapters import VISION, convert_safetensors
 from attnquant.kernels import extensions
 from attnquant.nn.decoder import EMBEDDINGS_DTYPE
+from attnquant.nn.loaded import cpu_config
 from tests.models import MAX_LENGTH
 
 DRAFTED = 3
@@ -60,17 +61,7 @@ class Pair:
     @classmethod
     def load(cls, target: Path, drafter: Path) -> Pair:
         """Loads two checkpoints; attnquant's settings come from the environment."""
-        pipeline = PipelineConfig.from_args(
-            PipelineArgs.from_flat_kwargs(
-                model_path=str(target),
-                custom_architectures=["attnquant"],
-                device_specs="cpu",
-                quantization_encoding="float32",
-                max_length=MAX_LENGTH,
-                max_batch_size=BATCH,
-                enable_prefix_caching=False,
-            )
-        )
+        pipeline = cpu_config(target, max_length=MAX_LENGTH, max_batch_size=BATCH)
         speculative = SpeculativeConfig(speculative_method="mtp", num_speculative_tokens=DRAFTED)
         pipeline = pipeline.model_copy(update={"speculative": speculative})
         config = Gemma4Config.initialize(pipeline, max_seq_len=MAX_LENGTH)

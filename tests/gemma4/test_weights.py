@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from max.dtype import DType
 from max.graph.weights import load_weights
 from safetensors.numpy import load_file, save_file
-from transformers import AutoConfig
 
 from attnquant.checkpoint.verify import EMBEDDING, verify
-from attnquant.gemma4 import weight_adapters
-from attnquant.gemma4.weight_adapters import VISION
+from attnquant.gemma4.weight_adapters import VISION, convert_safetensors
+from attnquant.nn.loaded import cpu_config
 from attnquant.nn.tensors import State, to_numpy
 from tests.tiny.gemma4 import CASES, TinyGemma4
 
@@ -24,17 +22,12 @@ from tests.tiny.gemma4 import CASES, TinyGemma4
 def adapted(case: TinyGemma4, directory: Path) -> State:
     """The graphs' weights in float32, as MAX's pipeline model gets them."""
     weights = load_weights(sorted(case.write(directory).glob("*.safetensors")))
-    model = SimpleNamespace(
-        device_specs=[SimpleNamespace(device_type="cpu")],
-        resolved_weight_paths=lambda: sorted(directory.glob("*.safetensors")),
+    pipeline = cpu_config(directory, max_length=512, max_batch_size=1)
+    return convert_safetensors(
+        dict(weights.items()),
+        huggingface_config=pipeline.model.huggingface_config,
+        pipeline_config=pipeline,
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_adapters, "graph_encoding", lambda model: "float32")
-        return weight_adapters.convert_safetensors(
-            dict(weights.items()),
-            huggingface_config=AutoConfig.from_pretrained(directory),
-            pipeline_config=SimpleNamespace(model=model),
-        )
 
 
 def test_the_towers_weights_are_kept_apart_and_are_the_files(tmp_path: Path) -> None:

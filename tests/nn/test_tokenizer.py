@@ -11,9 +11,11 @@ import pytest
 from max.pipelines import PipelineArgs, PipelineConfig
 from max.pipelines.context import SamplingParams
 from max.pipelines.context.exceptions import InputError
+from max.pipelines.lib import SupportedArchitecture
 from max.pipelines.modeling.types import RequestID, TextGenerationRequest
 
-from attnquant.nn.tokenizer import DecoderTokenizer
+import attnquant
+from attnquant.nn.tokenizer import CheckedRequests, DecoderTokenizer
 from tests.models import MAX_LENGTH
 
 CASE, VOCAB = "pattern2-scalar", 640
@@ -94,3 +96,9 @@ def test_a_special_token_that_the_embedding_has_not(
     monkeypatch.setattr(tokenizer, "_vocab", largest)
     with pytest.raises(InputError, match=f"found token {largest} in the prompt"):
         ask(tokenizer, "the of")
+
+
+def test_no_architecture_lets_requests_pass_unchecked() -> None:
+    served = [arch for arch in attnquant.ARCHITECTURES if isinstance(arch, SupportedArchitecture)]
+    assert {arch.name for arch in served} == set(attnquant.SERVED)
+    assert all(issubclass(arch.tokenizer, CheckedRequests) for arch in served)

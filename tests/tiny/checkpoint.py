@@ -8,7 +8,7 @@ transformers or attnquant.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -135,6 +135,46 @@ class TinyCheckpoint:
         total = sum(value.nbytes for value in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(directory / "model.safetensors.index.json", index)
+
+    def text_values(
+        self, norms: Mapping[str, int] | None = None, offset: float = 0.0
+    ) -> dict[str, NDArray[np.float64]]:
+        """The tensors of a decoder whose layers are alike.
+
+        Args:
+            norms: sizes of a layer's norms beside those of its inputs, queries and keys, and the
+                one after attention.
+            offset: what a norm adds to its weight.
+        """
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        shapes = {
+            "self_attn.q_proj": (queries, self.hidden),
+            "self_attn.k_proj": (keys, self.hidden),
+            "self_attn.v_proj": (keys, self.hidden),
+            "self_attn.o_proj": (self.hidden, queries),
+            "mlp.gate_proj": (self.intermediate, self.hidden),
+            "mlp.up_proj": (self.intermediate, self.hidden),
+            "mlp.down_proj": (self.hidden, self.intermediate),
+        }
+        sizes = {
+            "input_layernorm": self.hidden,
+            "self_attn.q_norm": self.head_dim,
+            "self_attn.k_norm": self.head_dim,
+            "post_attention_layernorm": self.hidden,
+            **(norms or {}),
+        }
+        values = {"model.embed_tokens.weight": self.table("model.embed_tokens.weight", self.hidden)}
+        for layer in range(self.layers):
+            for module, shape in shapes.items():
+                name = f"model.layers.{layer}.{module}.weight"
+                values[name] = self.projection(name, shape, MAGNITUDE[module.split(".")[1]])
+            for module, size in sizes.items():
+                name = f"model.layers.{layer}.{module}.weight"
+                values[name] = self.gain(name, size) - offset
+        values["model.norm.weight"] = self.gain("model.norm.weight", self.hidden) - offset
+        if not self.tied:
+            values["lm_head.weight"] = self.table("lm_head.weight", self.hidden)
+        return values
 
     def projection(
         self, name: str, shape: tuple[int, int], magnitude: float

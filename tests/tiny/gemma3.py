@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.tiny import tokenizer
-from tests.tiny.checkpoint import MAGNITUDE, TinyCheckpoint
+from tests.tiny.checkpoint import TinyCheckpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,36 +84,12 @@ class TinyGemma3(TinyCheckpoint):
         }
 
     def values(self) -> dict[str, NDArray[np.float64]]:
-        """Every tensor of the checkpoint by name."""
-        shapes = {
-            "self_attn.q_proj": (self.heads * self.head_dim, self.hidden),
-            "self_attn.k_proj": (self.kv_heads * self.head_dim, self.hidden),
-            "self_attn.v_proj": (self.kv_heads * self.head_dim, self.hidden),
-            "self_attn.o_proj": (self.hidden, self.heads * self.head_dim),
-            "mlp.gate_proj": (self.intermediate, self.hidden),
-            "mlp.up_proj": (self.intermediate, self.hidden),
-            "mlp.down_proj": (self.hidden, self.intermediate),
-        }
+        """Every tensor of the checkpoint by name; a norm multiplies by one more than its weight."""
         norms = {
-            "input_layernorm": self.hidden,
-            "self_attn.q_norm": self.head_dim,
-            "self_attn.k_norm": self.head_dim,
-            "post_attention_layernorm": self.hidden,
             "pre_feedforward_layernorm": self.hidden,
             "post_feedforward_layernorm": self.hidden,
         }
-        values = {"model.embed_tokens.weight": self.table("model.embed_tokens.weight", self.hidden)}
-        for layer in range(self.layers):
-            for module, shape in shapes.items():
-                name = f"model.layers.{layer}.{module}.weight"
-                values[name] = self.projection(name, shape, MAGNITUDE[module.split(".")[1]])
-            for module, size in norms.items():
-                name = f"model.layers.{layer}.{module}.weight"
-                values[name] = self.gain(name, size) - 1.0
-        values["model.norm.weight"] = self.gain("model.norm.weight", self.hidden) - 1.0
-        if not self.tied:
-            values["lm_head.weight"] = self.table("lm_head.weight", self.hidden)
-        return values
+        return self.text_values(norms, offset=1.0)
 
 
 _PATTERN2 = TinyGemma3(

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.tiny import tokenizer
-from tests.tiny.checkpoint import MAGNITUDE, TinyCheckpoint
+from tests.tiny.checkpoint import TinyCheckpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,34 +53,7 @@ class TinyQwen3(TinyCheckpoint):
 
     def values(self) -> dict[str, NDArray[np.float64]]:
         """Every tensor of the checkpoint by name."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        shapes = {
-            "self_attn.q_proj": (queries, self.hidden),
-            "self_attn.k_proj": (keys, self.hidden),
-            "self_attn.v_proj": (keys, self.hidden),
-            "self_attn.o_proj": (self.hidden, queries),
-            "mlp.gate_proj": (self.intermediate, self.hidden),
-            "mlp.up_proj": (self.intermediate, self.hidden),
-            "mlp.down_proj": (self.hidden, self.intermediate),
-        }
-        norms = {
-            "input_layernorm": self.hidden,
-            "self_attn.q_norm": self.head_dim,
-            "self_attn.k_norm": self.head_dim,
-            "post_attention_layernorm": self.hidden,
-        }
-        values = {"model.embed_tokens.weight": self.table("model.embed_tokens.weight", self.hidden)}
-        for layer in range(self.layers):
-            for module, shape in shapes.items():
-                name = f"model.layers.{layer}.{module}.weight"
-                values[name] = self.projection(name, shape, MAGNITUDE[module.split(".")[1]])
-            for module, size in norms.items():
-                name = f"model.layers.{layer}.{module}.weight"
-                values[name] = self.gain(name, size)
-        values["model.norm.weight"] = self.gain("model.norm.weight", self.hidden)
-        if not self.tied:
-            values["lm_head.weight"] = self.table("lm_head.weight", self.hidden)
-        return values
+        return self.text_values()
 
 
 CASES = {
