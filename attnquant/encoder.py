@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ from attnquant.nvfp4.profile import SEED, SEQUENCE_TOKENS, Profile, chosen_scale
 from attnquant.projections import fused_groups, group_module, parse_projection
 from attnquant.settings import QuantScales, Settings
 from attnquant.text import architecture_of
+
+if TYPE_CHECKING:
+    from attnquant.nn.profiled import LoadedDecoder
 
 _SHARED = (
     "--scales profile needs each layer's own weight, and --blocks shares them; give --scales mse"
@@ -100,10 +103,12 @@ def encoder_of(
     if chosen != "profile":
         return Encoder(chosen, shapes, None, {"scales": chosen})
     recipe = {"scales": chosen, "tokens": [tokens, SEQUENCE_TOKENS, seed]}
-    return Encoder(chosen, shapes, _profile(checkpoint, shapes, tokens, seed), recipe)
+    profile = loaded_decoder(checkpoint, shapes).profile(tokens, seed)
+    return Encoder(chosen, shapes, profile, recipe)
 
 
-def _profile(checkpoint: Checkpoint, shapes: DecoderShapes, tokens: int, seed: int) -> Profile:
+def loaded_decoder(checkpoint: Checkpoint, shapes: DecoderShapes) -> LoadedDecoder:
+    """What profiles a checkpoint, on the first accelerator or else the CPU."""
     from max.driver import accelerator_count
     from max.graph.weights import load_weights
     from max.pipelines import PipelineArgs, PipelineConfig
@@ -127,4 +132,4 @@ def _profile(checkpoint: Checkpoint, shapes: DecoderShapes, tokens: int, seed: i
     data = {name: tensor.data() for name, tensor in weights.items()}
     names, stored = decoder_tensors(specs_of(data), shapes, checkpoint.config)
     config = architecture_of(shapes).config.initialize(pipeline, max_seq_len=SEQUENCE_TOKENS)
-    return LoadedDecoder(config, data, names, stored).profile(tokens, seed)
+    return LoadedDecoder(config, data, names, stored)

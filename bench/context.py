@@ -68,7 +68,7 @@ class Batch:
         self._model.execute(model_inputs=inputs).logits.to_numpy()
         for context in contexts:
             context.update(1)
-        self._cache.step([contexts])
+            self._cache.step(context)
 
 
 def load(directory: Path, variables: dict[str, str], batch: int) -> LoadedPipeline:

@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -71,12 +72,14 @@ class Figures:
         first: milliseconds to the first token.
         rate: tokens per second from then on.
         peak: largest resident memory in MB (10^6 bytes).
+        seconds: from its start to its end.
     """
 
     prompt: int
     first: float
     rate: float
     peak: float
+    seconds: float
 
 
 def prompt_of(tokenizer: Tokenizer, text: str, tokens: int) -> str:
@@ -94,7 +97,7 @@ def prompt_of(tokenizer: Tokenizer, text: str, tokens: int) -> str:
     return start
 
 
-def parse_report(output: str, peak: float) -> Figures:
+def parse_report(output: str, *, peak: float, seconds: float) -> Figures:
     """Reads what `max generate` prints when it is done.
 
     Raises:
@@ -112,6 +115,7 @@ def parse_report(output: str, peak: float) -> Figures:
         first=number("Time to first token"),
         rate=number(r"Eval throughput \(token-generation\)"),
         peak=peak,
+        seconds=seconds,
     )
 
 
@@ -145,6 +149,7 @@ def _measured(command: list[str], variables: dict[str, str], text: str = "") -> 
     with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryFile("w+") as stdin:
         stdin.write(text)
         stdin.seek(0)
+        begun = time.perf_counter()
         process = subprocess.Popen(
             command,
             env=environment(**variables),
@@ -158,11 +163,13 @@ def _measured(command: list[str], variables: dict[str, str], text: str = "") -> 
         with process.stdout:
             output = process.stdout.read()
         _, status, usage = os.wait4(process.pid, 0)
+        taken = time.perf_counter() - begun
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             log.seek(0)
             raise SystemExit(f"{log.read()}\nbench.decode: {command[1:3]} failed, see above")
-    return parse_report(output, usage.ru_maxrss * MAXRSS_UNIT / 1e6)
+    peak = usage.ru_maxrss * MAXRSS_UNIT / 1e6
+    return parse_report(output, peak=peak, seconds=taken)
 
 
 def _installed(model: str) -> list[str]:

@@ -44,7 +44,9 @@ def config(layers: int) -> dict[str, Any]:
     full = [(index + 1) % 6 == 0 or index == layers - 1 for index in range(layers)]
     return {
         "architectures": ["Gemma4ForConditionalGeneration"],
+        "model_type": "gemma4",
         "text_config": {
+            "model_type": "gemma4_text",
             "attention_k_eq_v": True,
             "global_head_dim": 512,
             "head_dim": 256,

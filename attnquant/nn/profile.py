@@ -99,6 +99,7 @@ def profile_decoder(
             module = group_module(index, roles)
             squares[module] = (sums / counted).astype(np.float32)
             largest[module] = peak
+        del weights  # before the next layer's are read
     return Profile(mean_squares=squares, largest=largest)
 
 

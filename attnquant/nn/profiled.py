@@ -61,41 +61,53 @@ class LoadedDecoder:
         Raises:
             CheckpointError: a packed weight's scale is NaN or infinite; names the tensor.
         """
-        device = _device(self._config)
-        name = f"{self._digest(tokens, seed, device)}.npz"
+        name = f"{self._digest(tokens, seed, _device(self._config))}.npz"
         path = user_cache_path("attnquant") / "profiles" / name
         if path.is_file():
             try:
                 return Profile.load(path)
             except CheckpointError:
                 path.unlink(missing_ok=True)
-        profile = profile_decoder(
+        profile = self.make_profile(tokens, seed)
+        with suppress(OSError):
+            write_whole(path, profile.save)
+        return profile
+
+    def make_profile(self, tokens: int, seed: int = SEED) -> Profile:
+        """The same, made anew.
+
+        Raises:
+            CheckpointError: as `profile` does.
+        """
+        return profile_decoder(
             self._config,
             self._layer,
             self._embeddings,
             tokens=tokens,
-            device=device,
+            device=_device(self._config),
             seed=seed,
         )
-        with suppress(OSError):
-            write_whole(path, profile.save)
-        return profile
 
     def _layer(self, index: int) -> State:
         """A layer's tensors, copied: a mapped file's memory is aligned for nobody."""
         layer = self._config.shapes.layers[index]
         arrays = {
-            name: to_numpy(self._data[self._names[f"layers.{index}.{name}"]])
+            name: to_numpy(self._data[self._names[f"layers.{index}.{name}"]]).astype(
+                self._numpy_dtype
+            )
             for name in layer.vectors
         }
         for roles in fused_groups(tuple(layer.projections)):
             name = group_module(index, roles).removeprefix(f"layers.{index}.") + ".weight"
             keys = [ProjectionKey(layer=index, role=role) for role in roles]
-            arrays[name] = np.concatenate([self._weight(self._stored[key.module]) for key in keys])
-        return {
-            name: from_numpy(array.astype(self._numpy_dtype), self._config.dtype, name)
-            for name, array in arrays.items()
-        }
+            shapes = [layer.projections[role] for role in roles]
+            whole = np.empty((sum(rows for rows, _ in shapes), shapes[0][1]), self._numpy_dtype)
+            row = 0
+            for key, (rows, _) in zip(keys, shapes, strict=True):
+                whole[row : row + rows] = self._weight(self._stored[key.module])
+                row += rows
+            arrays[name] = whole
+        return {name: from_numpy(array, self._config.dtype, name) for name, array in arrays.items()}
 
     def _weight(self, stored: StoredWeight) -> NDArray[Any]:
         def array(name: str) -> NDArray[Any]:

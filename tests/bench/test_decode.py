@@ -25,7 +25,7 @@ Total Latency: 4606.701612472534 ms
 
 
 def test_the_report_is_read() -> None:
-    figures = parse_report(OUTPUT, peak=1234.5)
+    figures = parse_report(OUTPUT, peak=1234.5, seconds=6.5)
     assert (figures.prompt, figures.peak) == (512, 1234.5)
     assert figures.first == pytest.approx(513.85, abs=0.01)
     assert figures.rate == pytest.approx(7.574, abs=0.001)
@@ -35,7 +35,7 @@ def test_the_report_is_read() -> None:
 def test_a_missing_line_is_named(line: str) -> None:
     kept = "\n".join(row for row in OUTPUT.splitlines() if not row.startswith(line))
     with pytest.raises(ValueError, match=line):
-        parse_report(kept, peak=1.0)
+        parse_report(kept, peak=1.0, seconds=1.0)
 
 
 @pytest.mark.parametrize("tokens", [2, 100, 512])

@@ -7,16 +7,12 @@ is summed by one core in one order: results do not depend on the number of cores
 
 from std.math import ceildiv
 from max.algorithm import sync_parallelize
-from max.runtime.asyncrt import parallelism_level
 
 from .codec import float32
 from .int8_dot import BLOCK, LANES
 from .panels import MANY, panel_matmul
 from .scale_search import Values
-from .stream import ahead_of, fetch
-
-comptime TASK_PRODUCTS = 1 << 18
-"""Multiplications that make it worth waking another core."""
+from .stream import ahead_of, fetch, tasks_of
 
 
 def bfloat16_matmul(
@@ -67,7 +63,7 @@ def bfloat16_matmul(
                         r * T + t
                     ].reduce_add()
 
-    var tasks = max(1, min(4 * parallelism_level(None), vectors * rows * columns // TASK_PRODUCTS))
+    var tasks = tasks_of(vectors * rows * columns)
     var share = ceildiv(ceildiv(rows, tasks), 4) * 4
 
     def work(task: Int) {imm}:

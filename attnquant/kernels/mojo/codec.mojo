@@ -149,7 +149,7 @@ def decode(
 
     def work(task: Int) {imm}:
         for block in range(task * TASK_BLOCKS, min((task + 1) * TASK_BLOCKS, blocks)):
-            values.unsafe_store(block * BLOCK, decode_block(codes, scales, block, global_scale))
+            values.unsafe_store(block * BLOCK, _decode_block(codes, scales, block, global_scale))
 
     _parallel(work, ceildiv(blocks, TASK_BLOCKS))
 
@@ -178,7 +178,7 @@ def squared_error[
         for block in range(task * TASK_BLOCKS, min((task + 1) * TASK_BLOCKS, blocks)):
             var exact = float32(weight.unsafe_load[width=BLOCK](block * BLOCK))
             var wide = exact.cast[DType.float64]()
-            var decoded = decode_block(codes, scales, block, global_scale)
+            var decoded = _decode_block(codes, scales, block, global_scale)
             var difference = wide - decoded.cast[DType.float64]()
             error += difference * difference
             total += wide * wide
@@ -216,7 +216,7 @@ def _pack(scaled: Values) -> SIMD[DType.uint8, BLOCK // 2]:
 
 
 @always_inline
-def decode_block(
+def _decode_block(
     codes: Pointer[UInt8, _], scales: Pointer[UInt8, _], block: Int, global_scale: Float32
 ) -> Values:
     var packed = codes.unsafe_load[width=BLOCK // 2](block * BLOCK // 2)

@@ -8,13 +8,13 @@ register of codes, with even and odd columns apart, so that the codes never have
 Each core then takes rows of W and streams them through registers, four at once for one vector of
 activations (memory is what is waited for), two for four vectors (where arithmetic is). Every
 output is summed by one core in one order: results do not depend on the number of cores, nor a row
-of `x` on its neighbours. For many rows of `x`, see `panels`; their arithmetic is float32's.
+of `x` on its neighbours. For many rows of `x`, on CPUs whose byte products are slower than float32's,
+see `panels`.
 """
 
 from std.math import ceildiv
 from std.memory import bitcast
 from max.algorithm import sync_parallelize
-from max.runtime.asyncrt import parallelism_level
 
 from .int8_dot import (
     BLOCK,
@@ -23,6 +23,7 @@ from .int8_dot import (
     CHUNK_BLOCKS,
     Codes,
     Floats,
+    HAS_DOTS,
     HIGH,
     LANES,
     MAX_ACTIVATION,
@@ -34,7 +35,7 @@ from .int8_dot import (
 )
 from .panels import MANY, panel_matmul
 from .scale_search import Values
-from .stream import ahead_of, fetch
+from .stream import ahead_of, fetch, tasks_of
 
 # A packet is what one register of codes meets: four planes of bytes (high even, high odd, low
 # even, low odd), the starts of its sums, and the step of each sum's block.
@@ -42,8 +43,6 @@ comptime STARTS = 4 * BYTES
 comptime STEPS = STARTS + 4 * LANES
 comptime PACKET = STEPS + 4 * LANES
 
-comptime TASK_PRODUCTS = 1 << 18
-"""Multiplications that make it worth waking another core: some 30 us, ten times the cost."""
 comptime GROUP_BYTES = 1 << 17
 """Packets that a core works on at once, so that they stay in its second-level cache."""
 
@@ -79,7 +78,7 @@ def matmul[
         bound1: The row of W at which the second stacked part begins.
         bound2: The row at which the third begins.
     """
-    if vectors >= MANY:
+    if vectors >= MANY and not HAS_DOTS:
 
         @always_inline
         def block_of(row: Int, block: Int) {imm} -> Values:
@@ -99,9 +98,8 @@ def matmul[
     var packet_row = ceildiv(columns, CHUNK) * PACKET
     var scratch = List[UInt8](length=vectors * packet_row, fill=0)
     var packets = scratch.unsafe_ptr()
-    var cores = parallelism_level(None)
 
-    var quantizers = max(1, min(4 * cores, min(vectors, vectors * columns // TASK_PRODUCTS)))
+    var quantizers = max(1, min(vectors, tasks_of(vectors * columns)))
 
     def quantize(task: Int) {imm}:
         for i in range(task, vectors, quantizers):
@@ -134,10 +132,7 @@ def matmul[
                     var y = sums[r * T + t].reduce_add() * factor
                     output[unsafe_offset=(vector + t) * rows + row + r] = y.cast[dtype]()
 
-    var tasks = max(1, min(4 * cores, vectors * rows * columns // TASK_PRODUCTS))
-    if tasks > cores:
-        # As many for every core: they all take the same time.
-        tasks = tasks // cores * cores
+    var tasks = tasks_of(vectors * rows * columns)
     var share = ceildiv(ceildiv(rows, tasks), 4) * 4
     var group = max(4, GROUP_BYTES // max(packet_row, 1) // 4 * 4)
 

@@ -22,6 +22,11 @@ comptime CHUNK = 2 * BYTES
 """Columns whose codes fill one register."""
 comptime CHUNK_BLOCKS = CHUNK // BLOCK
 
+comptime HAS_DOTS = (CompilationTarget.has_vnni() and LANES >= 8) or (
+    CompilationTarget.has_neon_int8_dotprod() and LANES == 4
+)
+"""Whether one instruction sums four products of bytes: these multiply faster than float32's."""
+
 comptime Codes = SIMD[DType.uint8, BYTES]
 comptime Activations = SIMD[DType.int8, BYTES]
 comptime Sums = SIMD[DType.int32, LANES]
