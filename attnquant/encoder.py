@@ -111,22 +111,17 @@ def loaded_decoder(checkpoint: Checkpoint, shapes: DecoderShapes) -> LoadedDecod
     """What profiles a checkpoint, on the first accelerator or else the CPU."""
     from max.driver import accelerator_count
     from max.graph.weights import load_weights
-    from max.pipelines import PipelineArgs, PipelineConfig
 
+    from attnquant.nn.loaded import pipeline_config
     from attnquant.nn.profiled import LoadedDecoder
     from attnquant.nn.tensors import specs_of
 
     directory = checkpoint.directory
-    on_gpu = accelerator_count() > 0
-    pipeline = PipelineConfig.from_args(
-        PipelineArgs.from_flat_kwargs(
-            model_path=str(directory),
-            custom_architectures=["attnquant"],
-            device_specs="gpu" if on_gpu else "cpu",
-            quantization_encoding="bfloat16" if on_gpu else "float32",
-            max_length=SEQUENCE_TOKENS,
-            max_batch_size=1,
-        )
+    pipeline = pipeline_config(
+        directory,
+        max_length=SEQUENCE_TOKENS,
+        max_batch_size=1,
+        on_gpu=accelerator_count() > 0,
     )
     weights = load_weights(sorted(directory.glob("*.safetensors")))
     data = {name: tensor.data() for name, tensor in weights.items()}

@@ -32,12 +32,13 @@ from attnquant.settings import Settings
 from bench.common import Run, Sample, alternate, environment, ratio, seconds
 from bench.decode import SIDES
 
-MAX_LENGTH = 4096
+# Room for the steps behind the longest context.
+STEPS = 128
 FLOAT32_BYTES = 4
 
 
 class Batch:
-    """Sequences of random tokens in the cache of a loaded model."""
+    """Sequences of random tokens in the cache of a loaded model; they may take `STEPS` steps."""
 
     def __init__(self, loaded: LoadedPipeline, sequences: int, tokens: int, vocab: int) -> None:
         self._model, self._cache = loaded.model, loaded.cache
@@ -45,7 +46,7 @@ class Batch:
         self._contexts = []
         for _ in range(sequences):
             ids = generator.integers(0, vocab, tokens, np.int64)
-            context = TextContext(max_length=MAX_LENGTH, tokens=TokenBuffer(ids))
+            context = TextContext(max_length=tokens + STEPS, tokens=TokenBuffer(ids))
             self._cache.claim(context, replica_idx=0)
             self._contexts.append(context)
             self._execute([context])
@@ -71,7 +72,7 @@ class Batch:
             self._cache.step(context)
 
 
-def load(directory: Path, variables: dict[str, str], batch: int) -> LoadedPipeline:
+def load(directory: Path, variables: dict[str, str], *, batch: int, context: int) -> LoadedPipeline:
     """Compiles the checkpoint's graph in float32, on the CPU, under these settings."""
     os.environ.update(variables)
     try:
@@ -80,7 +81,7 @@ def load(directory: Path, variables: dict[str, str], batch: int) -> LoadedPipeli
             Gemma3Model,
             adapter=convert_safetensors,
             return_logits=ReturnLogits.LAST_TOKEN,
-            max_length=MAX_LENGTH,
+            max_length=context + STEPS,
             max_batch_size=batch,
         )
     finally:
@@ -116,7 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings = Settings.read(environ=SIDES[side])
         coverage: Coverage = coverage_of(settings, shapes, set())
         weights[side] = token_bytes(shapes, coverage, FLOAT32_BYTES, table_bytes=2).total
-    loaded = {side: load(directory, SIDES[side], max(options.batches)) for side in options.sides}
+    sizes = {"batch": max(options.batches), "context": max(options.contexts)}
+    loaded = {side: load(directory, SIDES[side], **sizes) for side in options.sides}
 
     rows: list[tuple[str, ...]] = [
         ("context", "batch", "", "ms a step", "tokens/s", "MB a step", "GB/s")

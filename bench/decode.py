@@ -46,6 +46,10 @@ SIDES: dict[str, dict[str, str]] = {
     "NVFP4": {"ATTNQUANT_QUANT": "nvfp4"},
     "NVFP4, head too": {"ATTNQUANT_QUANT": "nvfp4", "ATTNQUANT_QUANT_LM_HEAD": "nvfp4"},
 }
+# Of a theta checkpoint (`--model`), whose weights float32 rebuilds on the host.
+THETA_SIDES: dict[str, dict[str, str]] = {
+    "factored": {"ATTNQUANT_PRECOMPUTE_OUTSIDE": "0", "ATTNQUANT_GEMM": "factored"},
+}
 # The module that a peer needs, and what `bench.peers` is asked for.
 PEERS: dict[str, tuple[str, Callable[[Path], list[str]]]] = {
     "llama.cpp Q4_K_M": ("llama_cpp", lambda _: ["llama.cpp", str(demo_gguf("q4_k_m"))]),
@@ -190,8 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.parser.add_argument(
         "--sides",
         nargs="+",
-        choices=[*SIDES, *PEERS],
-        help="all that are installed, and for the demo only llama.cpp, unless said",
+        choices=[*SIDES, *THETA_SIDES, *PEERS],
+        help="all that are installed, for the demo only llama.cpp, unless said; "
+        "factored: of a theta checkpoint",
     )
     options = run.parse(arguments)
     directory = checkpoint_directory(options.model)
@@ -201,9 +206,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.prompt_tokens,
     )
     sides = options.sides or [*SIDES, *_installed(options.model)]
+    ours = SIDES | THETA_SIDES
     measures: dict[str, Callable[[], Figures]] = {
-        side: partial(generate, directory, prompt, options.new_tokens, SIDES[side])
-        if side in SIDES
+        side: partial(generate, directory, prompt, options.new_tokens, ours[side])
+        if side in ours
         else partial(peer, directory, prompt, options.new_tokens, side)
         for side in sides
     }

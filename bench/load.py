@@ -48,15 +48,18 @@ def config(layers: int) -> dict[str, Any]:
         "text_config": {
             "model_type": "gemma4_text",
             "attention_k_eq_v": True,
+            "enable_moe_block": False,
             "global_head_dim": 512,
             "head_dim": 256,
             "hidden_size": 5376,
+            "hidden_size_per_layer_input": 0,
             "intermediate_size": 21504,
             "layer_types": ["full_attention" if one else "sliding_attention" for one in full],
             "num_attention_heads": 32,
             "num_global_key_value_heads": 4,
             "num_hidden_layers": layers,
             "num_key_value_heads": 16,
+            "num_kv_shared_layers": 0,
             "vocab_size": 262144,
         },
     }

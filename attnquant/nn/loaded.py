@@ -42,14 +42,19 @@ class LoadedPipeline:
     cache: Any
 
 
-def cpu_config(directory: Path, *, max_length: int, max_batch_size: int) -> PipelineConfig:
-    """MAX's configuration for a checkpoint on the CPU, in float32, without a cache of prefixes."""
+def pipeline_config(
+    directory: Path, *, max_length: int, max_batch_size: int, on_gpu: bool = False
+) -> PipelineConfig:
+    """MAX's configuration for a checkpoint, without a cache of prefixes.
+
+    On the CPU in float32, on a GPU in bfloat16.
+    """
     return PipelineConfig.from_args(
         PipelineArgs.from_flat_kwargs(
             model_path=str(directory),
             custom_architectures=["attnquant"],
-            device_specs="cpu",
-            quantization_encoding="float32",
+            device_specs="gpu" if on_gpu else "cpu",
+            quantization_encoding="bfloat16" if on_gpu else "float32",
             max_length=max_length,
             max_batch_size=max_batch_size,
             enable_prefix_caching=False,
@@ -76,7 +81,7 @@ def load_pipeline(
         max_length: the longest sequence, in tokens.
         max_batch_size: sequences at once.
     """
-    config = cpu_config(directory, max_length=max_length, max_batch_size=max_batch_size)
+    config = pipeline_config(directory, max_length=max_length, max_batch_size=max_batch_size)
     plan = PIPELINE_REGISTRY.retrieve_factory(config).memory_plan
     session = InferenceSession(devices=[CPU()])
     model = model_class(

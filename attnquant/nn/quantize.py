@@ -120,8 +120,7 @@ class Quantizer:
             state, errors = self._filled.group(module)
         else:
             state, errors = self._packed(module, parts)
-            self._kept |= state
-            self._errors[module] = errors
+            self._keep(module, state, errors)
         for (key, part), error in zip(parts.items(), errors, strict=True):
             for layer in (key.layer,) if layers is None else layers:
                 self._records.append(
@@ -172,9 +171,13 @@ class Quantizer:
             load_nvfp4(weight, self._array) if weight.is_nvfp4 else self._encoded(weight.names[0])
         )
         state = _state(LM_HEAD, packed)
-        self._kept |= state
-        self._errors[LM_HEAD] = [None]
+        self._keep(LM_HEAD, state, [None])
         return state
+
+    def _keep(self, module: str, state: State, errors: list[float | None]) -> None:
+        if self._cache is not None:
+            self._kept |= state
+            self._errors[module] = errors
 
     def _array(self, name: str) -> NDArray[Any]:
         return to_numpy(self._data[name])

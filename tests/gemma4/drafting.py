@@ -31,7 +31,7 @@ from attnquant.gemma4.model_config import Gemma4Config
 from attnquant.gemma4.weight_adapters import VISION, convert_safetensors
 from attnquant.kernels import extensions
 from attnquant.nn.decoder import EMBEDDINGS_DTYPE
-from attnquant.nn.loaded import cpu_config
+from attnquant.nn.loaded import pipeline_config
 from tests.models import MAX_LENGTH
 
 DRAFTED = 3
@@ -61,7 +61,7 @@ class Pair:
     @classmethod
     def load(cls, target: Path, drafter: Path) -> Pair:
         """Loads two checkpoints; attnquant's settings come from the environment."""
-        pipeline = cpu_config(target, max_length=MAX_LENGTH, max_batch_size=BATCH)
+        pipeline = pipeline_config(target, max_length=MAX_LENGTH, max_batch_size=BATCH)
         speculative = SpeculativeConfig(speculative_method="mtp", num_speculative_tokens=DRAFTED)
         pipeline = pipeline.model_copy(update={"speculative": speculative})
         config = Gemma4Config.initialize(pipeline, max_seq_len=MAX_LENGTH)

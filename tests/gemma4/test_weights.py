@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from attnquant.checkpoint.verify import EMBEDDING, verify
 from attnquant.gemma4.weight_adapters import VISION, convert_safetensors
-from attnquant.nn.loaded import cpu_config
+from attnquant.nn.loaded import pipeline_config
 from attnquant.nn.tensors import State, to_numpy
 from tests.tiny.gemma4 import CASES, TinyGemma4
 
@@ -22,7 +22,7 @@ from tests.tiny.gemma4 import CASES, TinyGemma4
 def adapted(case: TinyGemma4, directory: Path) -> State:
     """The graphs' weights in float32, as MAX's pipeline model gets them."""
     weights = load_weights(sorted(case.write(directory).glob("*.safetensors")))
-    pipeline = cpu_config(directory, max_length=512, max_batch_size=1)
+    pipeline = pipeline_config(directory, max_length=512, max_batch_size=1)
     return convert_safetensors(
         dict(weights.items()),
         huggingface_config=pipeline.model.huggingface_config,

@@ -23,8 +23,8 @@ from tests.tiny.cases import CASES
 from tests.tiny.checkpoint import TinyCheckpoint
 from tests.tiny.gemma4_drafter import DRAFTERS
 
-# A float32 implementation that is right to 1e-4 of the logits' norm cannot flip a larger lead.
-SMALLEST_LEAD = 5e-3
+# A float32 implementation that is as right as the tests ask for does not flip a larger lead.
+SMALLEST_LEAD = 2e-3
 SMALLEST_CHANGE = 1e-2
 STOP_TOKENS = {tokenizer.EOS, tokenizer.END_OF_TURN}
 

@@ -42,8 +42,9 @@ CHAT_TEMPLATE = """{{ bos_token }}
 
 # Gains of the norms of queries and keys are this times the others.
 _HEAD_GAIN = 0.2
-# The final norm's, so that logits go beyond the softcap of 30.
-_FINAL_GAIN = 3.0
+# The final norm's, so that logits go beyond the softcap. That is lower than the 30 of real ones: an
+# error of a log-probability is one of the logits, and float32 rounds larger ones more.
+_FINAL_GAIN = 1.2
 
 LANGUAGE = "model.language_model."
 PATCH, POOLING, SOFT_TOKENS = 8, 3, 70
@@ -58,7 +59,7 @@ class TinyGemma4(TinyCheckpoint):
     scalars: tuple[float, ...]
     global_head_dim: int = 512
     partial_rotary_factor: float = 0.25
-    final_logit_softcapping: float | None = 30.0
+    final_logit_softcapping: float | None = 12.0
     vision: bool = True
     unified: bool = False
 
@@ -324,7 +325,7 @@ CASES = {
             vocab=768,
             tied=False,
             shards=3,
-            final_logit_softcapping=25.0,
+            final_logit_softcapping=10.0,
             vision=False,
         ),
         # The first one's graph, in the text-only line's clothes.
