@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from bench.common import RESULTS, ROOT
 
 IMAGES = ROOT / "docs" / "images"
+TITLE_COLUMNS = 130
 Figures = Mapping[str, Any]
 
 
@@ -109,7 +111,8 @@ def draw(content: Mapping[str, Any], name: str, target: Path) -> list[Path]:
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
     device = content["device"]
-    figure.suptitle(f"{content['command']}: {device['cpu']}, {device['cores']} cores", fontsize=9)
+    title = f"{content['command']}: {device['cpu']}, {device['cores']} cores"
+    figure.suptitle("\n".join(textwrap.wrap(title, TITLE_COLUMNS)), fontsize=9)
     target.mkdir(parents=True, exist_ok=True)
     files = [target / f"{name}.svg", target / f"{name}.png"]
     figure.savefig(files[0], metadata={"Date": None})

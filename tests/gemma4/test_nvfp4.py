@@ -1,6 +1,6 @@
 """NVFP4, at load and from checkpoints: the packed graph's logits are those of the weights it holds.
 
-On a CPU, activations are quantized to 15 bits in the packed matmuls, which the tolerance allows for.
+On a CPU, packed matmuls quantize activations to 15 bits, which the tolerance allows for.
 """
 
 from __future__ import annotations
