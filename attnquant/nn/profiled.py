@@ -100,13 +100,12 @@ class LoadedDecoder:
         for roles in fused_groups(tuple(layer.projections)):
             name = group_module(index, roles).removeprefix(f"layers.{index}.") + ".weight"
             keys = [ProjectionKey(layer=index, role=role) for role in roles]
-            shapes = [layer.projections[role] for role in roles]
-            whole = np.empty((sum(rows for rows, _ in shapes), shapes[0][1]), self._numpy_dtype)
-            row = 0
-            for key, (rows, _) in zip(keys, shapes, strict=True):
-                whole[row : row + rows] = self._weight(self._stored[key.module])
-                row += rows
-            arrays[name] = whole
+            # Converted as they are stacked, so that no second copy of the layer is made.
+            arrays[name] = np.concatenate(
+                [self._weight(self._stored[key.module]) for key in keys],
+                dtype=self._numpy_dtype,
+                casting="unsafe",
+            )
         return {name: from_numpy(array, self._config.dtype, name) for name, array in arrays.items()}
 
     def _weight(self, stored: StoredWeight) -> NDArray[Any]:
