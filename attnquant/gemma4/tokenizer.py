@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import av
 from max.pipelines.architectures.gemma4.context import Gemma4Context
 from max.pipelines.architectures.gemma4.tokenizer import Gemma4Tokenizer
 from max.pipelines.context.exceptions import InputError
@@ -30,11 +31,19 @@ class TextOrVisionTokenizer(CheckedRequests, Gemma4Tokenizer):
         """As MAX's.
 
         Raises:
-            InputError: the request has images or videos, and the checkpoint is served as text.
+            InputError: the request has images or videos, and the checkpoint is served as text; or
+                a video cannot be decoded.
         """
         if (request.images or request.videos) and not self._sees:
             raise InputError(
                 "this checkpoint has no vision tower that attnquant serves: found images or "
                 "videos, expected text only"
             )
-        return await super().new_context(request)
+        try:
+            return await super().new_context(request)
+        except av.FFmpegError as error:
+            # Videos are first opened here, unlike images, which the server has already decoded.
+            raise InputError(
+                f"a video cannot be decoded: {error.strerror or error}; expected a file that "
+                "FFmpeg reads"
+            ) from error

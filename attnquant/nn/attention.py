@@ -1,4 +1,8 @@
-"""Grouped-query attention with per-head norms, rotary embedding and MAX's paged KV cache."""
+"""Grouped-query attention with per-head norms, rotary embedding and MAX's paged KV cache.
+
+On a GPU it is made of MAX's operations; on a CPU it is one of ours (`cpu_attention`), and the
+others are its twin in tests.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from max.nn.kv_cache import KVCacheParams, PagedCacheValues
 from max.nn.layer import Module
 from max.nn.norm import RMSNorm
 
+from attnquant.kernels.attention import HeadNorms, cpu_attention
 from attnquant.nn.projection import GroupProjection
 
 
@@ -46,7 +51,8 @@ class Attention(Module):
     ) -> None:
         super().__init__()
         # An attribute's name is its weights' prefix, and so what `group_module` calls the group.
-        self._group = "qkv_proj" if len(qkv_proj.rows) == 3 else "qk_proj"
+        self._rows = qkv_proj.rows
+        self._group = "qkv_proj" if len(self._rows) == 3 else "qk_proj"
         setattr(self, self._group, qkv_proj)
         self.o_proj = o_proj
         self.q_norm = q_norm
@@ -76,10 +82,50 @@ class Attention(Module):
         Returns:
             `[tokens, hidden]`.
         """
-        head_dim = self.kv_params.head_dim
         projection: GroupProjection = getattr(self, self._group)
-        rows = projection.rows
-        q, k, *values = ops.split(projection(x), rows, axis=-1)
+        projected = projection(x)
+        see = self.see_on_cpu if x.device.is_cpu() else self.see
+        return self.o_proj(see(projected, kv, row_offsets, freqs_cis, cache_layer))
+
+    def see_on_cpu(
+        self,
+        projected: TensorValue,
+        kv: PagedCacheValues,
+        row_offsets: TensorValue,
+        freqs_cis: TensorValue,
+        cache_layer: TensorValue,
+    ) -> TensorValue:
+        """As `see`, in an operation of our own."""
+        return cpu_attention(
+            projected,
+            self.kv_params,
+            kv,
+            row_offsets,
+            freqs_cis,
+            cache_layer,
+            heads=self._rows[0] // self.kv_params.head_dim,
+            norms=HeadNorms(
+                query_gain=self.q_norm.weight,
+                key_gain=self.k_norm.weight,
+                gain_offset=self.q_norm.weight_offset,
+                eps=self.q_norm.eps,
+                value_eps=self.value_eps,
+            ),
+            scale=self.scale,
+            window=self.window,
+        )
+
+    def see(
+        self,
+        projected: TensorValue,
+        kv: PagedCacheValues,
+        row_offsets: TensorValue,
+        freqs_cis: TensorValue,
+        cache_layer: TensorValue,
+    ) -> TensorValue:
+        """What queries see, `[tokens, heads * head_dim]`; `projected` is `[tokens, rows]`."""
+        head_dim, rows = self.kv_params.head_dim, self._rows
+        q, k, *values = ops.split(projected, rows, axis=-1)
         v = values[0] if values else k
         q = _per_head(self.q_norm, q, head_dim)
         k = _per_head(self.k_norm, k, head_dim)
@@ -97,16 +143,14 @@ class Attention(Module):
             n_heads=heads,
             interleaved=False,
         )
-        return self.o_proj(
-            _attended(
-                self.kv_params,
-                q,
-                kv,
-                row_offsets,
-                cache_layer,
-                scale=self.scale,
-                window=self.window,
-            )
+        return _attended(
+            self.kv_params,
+            q,
+            kv,
+            row_offsets,
+            cache_layer,
+            scale=self.scale,
+            window=self.window,
         )
 
 

@@ -28,9 +28,7 @@ from typing_extensions import Self, override
 from attnquant.config_values import Activation, check_values
 from attnquant.decoder_shapes import DecoderShapes
 from attnquant.errors import UnsupportedError
-
-# MAX 26.7's CPU attention compiles for windows of 128 and 512 tokens; for 16 and 64 it does not.
-SMALLEST_CPU_WINDOW = 128
+from attnquant.kernels.attention import HEAD_MULTIPLE
 
 DEFAULT_ENCODING: SupportedEncoding = "bfloat16"
 
@@ -118,10 +116,11 @@ class DecoderConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
         window = text.sliding_window
         if all(layer.kind != "sliding_attention" for layer in shapes.layers):
             window = None
-        if devices[0].is_cpu() and window is not None and window < SMALLEST_CPU_WINDOW:
+        heads = {layer.head_dim for layer in shapes.layers if layer.head_dim % HEAD_MULTIPLE}
+        if devices[0].is_cpu() and heads:
             raise UnsupportedError(
-                f"config.json: sliding_window is {window}; MAX's CPU attention needs "
-                f"{SMALLEST_CPU_WINDOW} or more. Serve this model on a GPU"
+                f"config.json: a head's size is {min(heads)}; attention on a CPU needs a multiple "
+                f"of {HEAD_MULTIPLE}. Serve this model on a GPU"
             )
         return cls(
             shapes=shapes,

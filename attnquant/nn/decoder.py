@@ -182,12 +182,13 @@ class RaggedDecoder(Module):
 
     @property
     def calls_kernels(self) -> bool:
-        """Whether the graph calls kernels of this package: on packed weights, or on a table whose
-        dtype is not the graph's."""
+        """Whether the graph calls kernels of this package: on a CPU, on packed weights, or on a
+        table whose dtype is not the graph's."""
         weights = self.raw_state_dict()
         tables = [weights[name].dtype for name in TABLES if name in weights]
         packed = any(name.endswith(".codes") for name in weights)
-        return packed or any(dtype != self.embed_tokens.dtype for dtype in tables)
+        as_stored = any(dtype != self.embed_tokens.dtype for dtype in tables)
+        return self.device.is_cpu() or packed or as_stored
 
     def input_tree(self) -> OrderedDict[str, object]:
         """The graph's inputs, named: its leaves, in order, are the buffer ABI.

@@ -24,7 +24,7 @@ from attnquant.projections import ProjectionKey, fused_groups, group_module
 from attnquant.whole_file import write_whole
 
 # Of what a profile is: another one, where the code that makes it changes.
-_VERSION = 1
+_VERSION = 2
 
 # Of each tensor so much is read to tell checkpoints apart: training leaves none of it as it was.
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
@@ -124,7 +124,7 @@ class LoadedDecoder:
     def _digest(self, tokens: int, seed: int, device: Device) -> str:
         where = device.api if device.is_host else f"{device.api}:{device.architecture_name}"
         digest = sha256(
-            repr((1, seed, SEQUENCE_TOKENS, tokens, self._numpy_dtype.str, where)).encode()
+            repr((_VERSION, seed, SEQUENCE_TOKENS, tokens, self._numpy_dtype.str, where)).encode()
         )
         used = [*self._names.values(), *(n for one in self._stored.values() for n in one.names)]
         for name in sorted(set(used)):

@@ -25,6 +25,7 @@ from max.pipelines.speculative.config import SpeculativeConfig
 from numpy.typing import NDArray
 from transformers import AutoConfig
 
+from attnquant.gemma4.batch_processor import Gemma4Inputs
 from attnquant.gemma4.drafted import DraftedGemma4, DraftedInputs
 from attnquant.gemma4.drafter import DRAFT, DrafterConfig, drafter_weights
 from attnquant.gemma4.model_config import Gemma4Config
@@ -113,7 +114,7 @@ class Drafting:
         )
 
     def context(self, tokens: Sequence[int]) -> Gemma4Context:
-        """A request of text."""
+        """A request of text, or with places for images that `step` brings."""
         prompt = np.array(tokens, np.int64)
         context = Gemma4Context(
             max_length=MAX_LENGTH,
@@ -126,8 +127,13 @@ class Drafting:
         self._kv.claim(context, replica_idx=0)
         return context
 
-    def inputs(self, contexts: Sequence[Gemma4Context]) -> DraftedInputs:
-        """What the next step of these requests is executed with; all verify as many tokens."""
+    def inputs(
+        self, contexts: Sequence[Gemma4Context], images: Gemma4Inputs | None = None
+    ) -> DraftedInputs:
+        """What the next step of these requests is executed with; all verify as many tokens.
+
+        `images` are the inputs of the same requests for the target alone.
+        """
         for context in contexts:
             self._kv.alloc(context).synchronize()
         drafts = [context.spec_decoding_state.draft_tokens_to_verify for context in contexts]
@@ -138,8 +144,12 @@ class Drafting:
             input_row_offsets=Buffer.from_numpy(np.cumsum(lengths, dtype=np.uint32)),
             return_n_logits=Buffer.from_numpy(np.array([width + 1], np.int64)),
             kv_cache_inputs=self._kv.runtime_inputs([list(contexts)]),
-            vision_embeddings=[Buffer.zeros((0, self.hidden), EMBEDDINGS_DTYPE)],
-            vision_scatter_indices=[Buffer.from_numpy(np.zeros(0, np.int32))],
+            vision_embeddings=images.vision_embeddings
+            if images
+            else [Buffer.zeros((0, self.hidden), EMBEDDINGS_DTYPE)],
+            vision_scatter_indices=images.vision_scatter_indices
+            if images
+            else [Buffer.from_numpy(np.zeros(0, np.int32))],
             draft_tokens=Buffer.from_numpy(np.array(drafts, np.int64).reshape(rows, width)),
             seed=Buffer.from_numpy(np.arange(rows, dtype=np.uint64)),
             temperature=Buffer.from_numpy(np.zeros(rows, np.float32)),
@@ -150,13 +160,15 @@ class Drafting:
             in_thinking_phase=Buffer.from_numpy(np.zeros(rows, np.bool_)),
         )
 
-    def step(self, contexts: Sequence[Gemma4Context]) -> tuple[list[list[int]], NDArray[np.int64]]:
+    def step(
+        self, contexts: Sequence[Gemma4Context], images: Gemma4Inputs | None = None
+    ) -> tuple[list[list[int]], NDArray[np.int64]]:
         """Executes the next step and commits its tokens; drafts are left to be verified next.
 
         Returns:
             The tokens committed to each request, and the new drafts, `[requests, DRAFTED]`.
         """
-        outputs = self.model.execute(*self.inputs(contexts).buffers)
+        outputs = self.model.execute(*self.inputs(contexts, images).buffers)
         accepted, chosen, drafts = (output.to_numpy().copy() for output in outputs)
         committed = []
         for context, count, token, draft in zip(contexts, accepted, chosen, drafts, strict=True):

@@ -90,6 +90,10 @@ class Pipeline:
             ],
             vision_token_ids=[self._image_token],
         )
+        return self.claim(context)
+
+    def claim(self, context: Gemma4Context) -> Gemma4Context:
+        """Gives a request its place in the cache."""
         self._kv.claim(context, replica_idx=0)
         return context
 

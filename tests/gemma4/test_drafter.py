@@ -21,6 +21,7 @@ from attnquant.nn.tensors import to_numpy
 from tests.gemma4.drafting import DRAFTED, Drafting, Pair, tensors_of
 from tests.gemma4.pipeline import Pipeline
 from tests.golden.data import TinyPrompt, load_tiny
+from tests.tiny.gemma4 import IMAGES
 from tests.tiny.gemma4_drafter import DRAFTERS
 
 CASE = "gemma4-shared-values"
@@ -66,6 +67,22 @@ def test_a_batch_of_different_lengths_is_its_members(pair: Drafting) -> None:
     count = len(CONTINUED[0].greedy)
     for found, prompt in zip(decoded(pair, CONTINUED, count), CONTINUED, strict=True):
         assert found[:count] == prompt.greedy
+
+
+def test_images_are_seen_with_a_drafter(
+    pair: Drafting, tiny_directory: Callable[[str], Path]
+) -> None:
+    prompt = GOLDEN.image
+    assert prompt is not None
+    alone = Pipeline(tiny_directory(CASE))
+    seen = alone.context(prompt.tokens, IMAGES)
+    contexts = [pair.context(prompt.tokens)]
+    (found,), _ = pair.step(contexts, alone.inputs([seen]))
+    while len(found) < len(prompt.greedy):
+        found += pair.step(contexts)[0][0]
+    assert found[: len(prompt.greedy)] == prompt.greedy
+    pair.release(contexts)
+    alone.release([seen])
 
 
 @pytest.mark.parametrize("right", range(DRAFTED + 1))

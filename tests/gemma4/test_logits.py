@@ -10,13 +10,16 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.gemma4.pipeline import Pipeline
+from tests.gemma4.requests import context
 from tests.golden.data import TinyGolden, fingerprint, load_tiny, relative_error
-from tests.tiny.gemma4 import CASES, IMAGES
+from tests.tiny.gemma4 import CASES, FRAMES, IMAGE, IMAGES, VIDEO, video
 
 # Relative, of the logits' norm.
 TOLERANCE = 2e-5
 # Of a log-probability. Transformers itself, in float32, is up to 7.9e-5 away from float64 here.
 LARGEST_DIFFERENCE = 1e-4
+# The one with a vision tower.
+VISION = "gemma4-shared-values"
 
 
 def log_probabilities(logits: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -88,6 +91,25 @@ def test_images_are_seen_as_transformers_sees_them(case: tuple[Pipeline, TinyGol
     others = pipeline.step([swapped]).next_token_logits.to_numpy()[0]
     assert relative_error(others, prompt.last) > 1e-2
     pipeline.release([swapped])
+
+
+def test_a_video_is_seen_as_its_frames_as_images(
+    case: tuple[Pipeline, TinyGolden], tiny_directory: Callable[[str], Path]
+) -> None:
+    """Which the test above holds to transformers'."""
+    pipeline, golden = case
+    if golden.image is None:
+        pytest.skip("this checkpoint has no vision tower")
+    tiny = CASES[VISION]
+    found = pipeline.claim(context(tiny_directory(tiny.name), videos=[video()]))
+    image, place = tiny.token(IMAGE), tiny.token(VIDEO)
+    prompt = [image if token == place else token for token in found.tokens.all.tolist()]
+    same = pipeline.context(prompt, FRAMES)
+    other = pipeline.context(prompt, FRAMES[::-1])
+    rows = pipeline.step([found, same, other]).next_token_logits.to_numpy()
+    pipeline.release([found, same, other])
+    assert relative_error(rows[0], rows[1]) < TOLERANCE
+    assert relative_error(rows[2], rows[1]) > 1e-2
 
 
 def test_decoding_after_images_equals_transformers(case: tuple[Pipeline, TinyGolden]) -> None:

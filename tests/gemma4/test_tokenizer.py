@@ -1,63 +1,33 @@
-"""MAX's tokenizer on tiny checkpoints: where images go, and where they are refused."""
+"""MAX's tokenizer on tiny checkpoints: where images and videos go, and where they are refused."""
 
 from __future__ import annotations
 
-import asyncio
-import io
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from max.pipelines import PipelineArgs, PipelineConfig
-from max.pipelines.architectures.gemma4.context import Gemma4Context
 from max.pipelines.context.exceptions import InputError
-from max.pipelines.modeling.types import (
-    RequestID,
-    TextGenerationRequest,
-    TextGenerationRequestMessage,
+
+from tests.gemma4.requests import context, png
+from tests.tiny.gemma4 import (
+    BEGIN_IMAGE,
+    CASES,
+    END_IMAGE,
+    FRAMES,
+    IMAGE,
+    IMAGES,
+    SOFT_TOKENS,
+    VIDEO,
+    patches,
+    video,
 )
-from PIL import Image
-
-from attnquant.gemma4.tokenizer import TextOrVisionTokenizer
-from tests.models import MAX_LENGTH
-from tests.tiny.gemma4 import BEGIN_IMAGE, CASES, END_IMAGE, IMAGE, IMAGES, SOFT_TOKENS, patches
-
-TEXT = "The capital of France"
-
-
-def context(directory: Path, *, images: bool) -> Gemma4Context:
-    config = PipelineConfig.from_args(
-        PipelineArgs.from_flat_kwargs(
-            model_path=str(directory),
-            custom_architectures=["attnquant"],
-            device_specs="cpu",
-            quantization_encoding="float32",
-            max_length=MAX_LENGTH,
-        )
-    )
-    tokenizer = TextOrVisionTokenizer(str(directory), config, max_length=MAX_LENGTH)
-    content: list[dict[str, str]] = [{"type": "text", "text": TEXT}]
-    if images:
-        content.insert(0, {"type": "image"})
-    request = TextGenerationRequest(
-        request_id=RequestID(),
-        model_name="tiny",
-        messages=[TextGenerationRequestMessage(role="user", content=content)],
-        images=[_png()] if images else [],
-    )
-    return asyncio.run(tokenizer.new_context(request))
-
-
-def _png() -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(IMAGES[0]).save(file, "PNG")
-    return file.getvalue()
 
 
 def test_an_image_becomes_its_soft_tokens(tiny_directory: Callable[[str], Path]) -> None:
     case = CASES["gemma4-shared-values"]
-    found = context(tiny_directory(case.name), images=True)
+    found = context(tiny_directory(case.name), images=[png(IMAGES[0])])
     tokens = found.tokens.all.tolist()
     begin, end = tokens.index(case.token(BEGIN_IMAGE)), tokens.index(case.token(END_IMAGE))
     assert tokens[begin + 1 : end] == [case.token(IMAGE)] * SOFT_TOKENS
@@ -68,10 +38,38 @@ def test_an_image_becomes_its_soft_tokens(tiny_directory: Callable[[str], Path])
     assert found.pixel_position_ids[0].tolist() == positions.tolist()
 
 
+def test_a_video_becomes_its_frames_soft_tokens(tiny_directory: Callable[[str], Path]) -> None:
+    case = CASES["gemma4-shared-values"]
+    found = context(tiny_directory(case.name), videos=[video()])
+    tokens = found.tokens.all.tolist()
+    places = [index for index, token in enumerate(tokens) if token == case.token(VIDEO)]
+    assert len(places) == len(FRAMES) * SOFT_TOKENS
+    # Between two frames stands the time of the second.
+    assert sum(second - first > 1 for first, second in pairwise(places)) == len(FRAMES) - 1
+    for frame, metadata, positions in zip(
+        FRAMES, found.images, found.pixel_position_ids, strict=True
+    ):
+        assert tokens[metadata.start_idx - 1] == case.token(BEGIN_IMAGE)
+        assert tokens[metadata.start_idx : metadata.end_idx] == [case.token(VIDEO)] * SOFT_TOKENS
+        assert tokens[metadata.end_idx] == case.token(END_IMAGE)
+        values, expected = patches(frame)
+        assert np.allclose(metadata.pixel_values, values, rtol=0, atol=1e-6)
+        assert positions.tolist() == expected.tolist()
+
+
+def test_a_broken_video_is_refused(tiny_directory: Callable[[str], Path]) -> None:
+    directory = tiny_directory("gemma4-shared-values")
+    for broken in (b"", b"not a video", video()[:40]):
+        with pytest.raises(InputError, match="a video cannot be decoded"):
+            context(directory, videos=[broken])
+
+
 @pytest.mark.parametrize("name", ["gemma4-own-values", "gemma4-unified"])
 def test_text_only_checkpoints_refuse_images_and_take_text(
     name: str, tiny_directory: Callable[[str], Path]
 ) -> None:
     with pytest.raises(InputError, match="no vision tower"):
-        context(tiny_directory(name), images=True)
-    assert not context(tiny_directory(name), images=False).images
+        context(tiny_directory(name), images=[png(IMAGES[0])])
+    with pytest.raises(InputError, match="no vision tower"):
+        context(tiny_directory(name), videos=[video()])
+    assert not context(tiny_directory(name)).images

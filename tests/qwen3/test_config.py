@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from attnquant.decoder_shapes import DecoderShapes
 from attnquant.errors import CheckpointError, UnsupportedError
 from attnquant.inspect import inspect
+from attnquant.nn.loaded import pipeline_config
+from attnquant.qwen3.model_config import Qwen3Config
 from tests.tiny.qwen3 import CASES
 
 
@@ -48,3 +51,11 @@ def test_inspect(tiny_directory: Callable[[str], Path]) -> None:
     report = inspect(tiny_directory("qwen3"))
     assert len(report.coverage.quantized) == 7 * CASES["qwen3"].layers
     assert report.after.total < report.before.total
+
+
+def test_a_cpu_takes_heads_of_a_multiple_of_16(tmp_path: Path) -> None:
+    directory = dataclasses.replace(CASES["qwen3"], head_dim=24).write(tmp_path / "odd")
+    with pytest.raises(UnsupportedError, match=r"head's size is 24; .* a multiple of 16"):
+        Qwen3Config.initialize(
+            pipeline_config(directory, max_length=256, max_batch_size=1), max_seq_len=256
+        )

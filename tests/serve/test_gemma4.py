@@ -17,7 +17,7 @@ from tests.gemma4.pipeline import Pipeline
 from tests.models import MAX_LENGTH
 from tests.serve.server import serve
 from tests.tiny import prompts
-from tests.tiny.gemma4 import IMAGES
+from tests.tiny.gemma4 import IMAGES, video
 
 CASE = "gemma4-shared-values"
 TOKENS = 8
@@ -43,6 +43,11 @@ def picture(index: int) -> dict[str, Any]:
     Image.fromarray(IMAGES[index]).save(buffer, "PNG")
     data = base64.b64encode(buffer.getvalue()).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def clip(data: bytes) -> dict[str, Any]:
+    url = f"data:video/x-msvideo;base64,{base64.b64encode(data).decode()}"
+    return {"type": "video_url", "video_url": {"url": url}}
 
 
 def reply(client: openai.OpenAI, messages: list[Any]) -> str:
@@ -88,6 +93,15 @@ def test_images_are_seen(client: openai.OpenAI) -> None:
     first, second = (reply(client, message(picture(index))) for index in range(2))
     assert len({first, second, reply(client, message())}) == 3
     assert reply(client, message(picture(0))) == first
+
+
+@pytest.mark.slow
+def test_a_video_is_seen_and_a_broken_one_refused(client: openai.OpenAI) -> None:
+    whole = reply(client, message(clip(video())))
+    assert whole not in (reply(client, message()), reply(client, message(picture(0))))
+    with pytest.raises(openai.BadRequestError, match="a video cannot be decoded"):
+        reply(client, message(clip(b"not a video")))
+    assert reply(client, message(clip(video()))) == whole
 
 
 @pytest.mark.slow

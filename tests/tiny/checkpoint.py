@@ -38,8 +38,7 @@ _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 class TinyCheckpoint:
     """A checkpoint made from a seed; a decoder adds its own sizes, its config and its tensors.
 
-    Every `pattern`-th layer attends to all positions, the others to a window. MAX's CPU attention
-    compiles for windows of 128 and 512 and head sizes of 256 and 512 only.
+    Every `pattern`-th layer attends to all positions, the others to a window.
     """
 
     name: str

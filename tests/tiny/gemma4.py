@@ -10,10 +10,12 @@ keeps attention uneven without being saturated.
 from __future__ import annotations
 
 import dataclasses
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,7 +34,7 @@ CHAT_TEMPLATE = """{{ bos_token }}
 {{ message['content'] | trim -}}
 {%- else -%}
 {%- for item in message['content'] -%}
-{{ '<|image|>' if item['type'] == 'image' else item['text'] | trim -}}
+{{ item['text'] | trim if item['type'] == 'text' else '<|' + item['type'] + '|>' -}}
 {%- endfor -%}
 {%- endif -%}
 {{ '<end_of_turn>\\n' }}
@@ -65,7 +67,7 @@ class TinyGemma4(TinyCheckpoint):
 
     @property
     def chat_template(self) -> str:
-        """One that places images."""
+        """One that places images and videos."""
         return CHAT_TEMPLATE
 
     @property
@@ -144,14 +146,15 @@ class TinyGemma4(TinyCheckpoint):
         }
 
     def write(self, directory: Path) -> Path:
-        """As every tiny checkpoint, with the image processor's settings."""
+        """As every tiny checkpoint, with the settings of images' and videos' processors."""
         processor = {
             "patch_size": PATCH,
             "pooling_kernel_size": POOLING,
             "max_soft_tokens": SOFT_TOKENS,
         }
         written = super().write(directory)
-        write_json(directory / "processor_config.json", {"image_processor": processor})
+        processors = {"image_processor": processor, "video_processor": processor}
+        write_json(directory / "processor_config.json", processors)
         return written
 
     def values(self) -> dict[str, NDArray[np.float64]]:
@@ -276,6 +279,22 @@ def patches(pixels: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[np.
 
 IMAGES = (image(168, 240), image(240, 168))
 """Two images of 70 soft tokens each, the most there may be, so that neither is resized."""
+
+FRAMES = (IMAGES[0], image(168, 240, "frame"))
+"""Two frames of a video, of 70 soft tokens each."""
+
+
+def video() -> bytes:
+    """A file of `FRAMES`, a second each, that loses nothing of them."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="avi") as container:
+        stream = container.add_stream("png", rate=1)
+        stream.height, stream.width = FRAMES[0].shape[:2]
+        stream.pix_fmt = "rgb24"
+        for frame in FRAMES:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    return file.getvalue()
 
 
 def image_prompt(case: TinyGemma4) -> list[int]:

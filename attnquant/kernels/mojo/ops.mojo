@@ -7,6 +7,7 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_cpu
 
 from .bfloat16_matmul import bfloat16_matmul
+from .cpu_attention import attention
 from .codec import decode, encode, largest_magnitude, squared_error
 from .cpu_matmul import matmul as cpu_matmul
 from .gpu_matmul import matmul as gpu_matmul
@@ -77,6 +78,60 @@ struct BFloat16Matmul:
             x.dim_size(0),
             weight.dim_size(0),
             weight.dim_size(1),
+        )
+
+
+@extensibility.register("attnquant_attention")
+struct Attention:
+    """Norms, rotation, the cache's update and attention on the CPU; see `attention`.
+
+    `numbers` are the scale of the scores, what is added to the mean squares of queries and keys
+    and to that of values, and what is added to the gains.
+    """
+
+    @staticmethod
+    def execute[
+        head_dim: Int, kv_heads: Int, has_values: Int, norms_values: Int, window: Int
+    ](
+        output: OutputTensor[dtype=DType.float32, rank=2, ...],
+        blocks: MutableInputTensor[dtype=DType.float32, rank=6, ...],
+        projected: InputTensor[dtype=DType.float32, rank=2, ...],
+        row_offsets: InputTensor[dtype=DType.uint32, rank=1, ...],
+        cache_lengths: InputTensor[dtype=DType.uint32, rank=1, ...],
+        pages: InputTensor[dtype=DType.uint32, rank=2, ...],
+        page_stride: InputTensor[dtype=DType.int64, rank=1, ...],
+        table: InputTensor[dtype=DType.float32, rank=2, ...],
+        query_gain: InputTensor[dtype=DType.float32, rank=1, ...],
+        key_gain: InputTensor[dtype=DType.float32, rank=1, ...],
+        numbers: InputTensor[dtype=DType.float32, rank=1, ...],
+        layer: InputTensor[dtype=DType.uint32, rank=1, ...],
+    ):
+        var page_size = blocks.dim_size(3)
+        var layer_size = page_size * kv_heads * head_dim
+        var values_at = blocks.dim_size(2) * layer_size
+        # MAX says -1 where pages follow each other.
+        var stride = Int(page_stride[0])
+        attention[head_dim, kv_heads, has_values != 0, norms_values != 0, window](
+            output.unsafe_ptr(),
+            projected.unsafe_ptr(),
+            row_offsets.unsafe_ptr(),
+            blocks.unsafe_ptr(),
+            cache_lengths.unsafe_ptr(),
+            pages.unsafe_ptr(),
+            table.unsafe_ptr(),
+            query_gain.unsafe_ptr(),
+            key_gain.unsafe_ptr(),
+            cache_lengths.dim_size(0),
+            output.dim_size(1) // head_dim,
+            page_size,
+            stride if stride > 0 else 2 * values_at,
+            pages.dim_size(1),
+            values_at,
+            Int(layer[0]),
+            numbers[0],
+            numbers[1],
+            numbers[2],
+            numbers[3],
         )
 
 

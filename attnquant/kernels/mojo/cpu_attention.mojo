@@ -1,0 +1,484 @@
+"""Attention on a CPU over MAX's paged cache, from a fused projection to what its queries see.
+
+First every new token's queries and keys are normalised per head and rotated, and keys and values
+go to the cache. Then rows of queries, all heads that share a key-value head side by side, meet the
+keys that they may see and no others, a block of keys at a time, under a running maximum (Milakov
+and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135). A sequence of few new tokens is cut
+along its keys instead, and the parts are put together afterwards: so one token of one sequence
+keeps all cores busy. How it is cut depends on the sequence alone: results do not depend on the
+number of cores, nor on the other sequences of a batch.
+"""
+
+from std.math import align_up, ceildiv, exp, rsqrt
+from std.utils.numerics import neg_inf
+from max.algorithm import sync_parallelize
+
+from .int8_dot import Floats, LANES
+from .stream import tasks_of
+
+comptime KEYS = 64
+"""Keys whose scores are held at once."""
+comptime ROWS = 32
+"""Rows of queries that meet a block of keys while it is in a core's own cache."""
+comptime SPAN = 128
+"""Keys that make a part worth a task."""
+comptime MOST_SPANS = 32
+comptime WIDE = 4 if LANES == 16 else 2
+"""Registers of keys, or of columns of values, beside four rows: as many sums as a CPU has room for."""
+
+# What a task is told, in so many integers.
+comptime SEQUENCE = 0
+comptime HEAD = 1
+comptime TOKEN = 2
+comptime COUNT = 3
+comptime FIRST = 4
+comptime LAST = 5
+comptime PART = 6
+comptime ITEM = 7
+
+
+def attention[
+    head_dim: Int, kv_heads: Int, has_values: Bool, norms_values: Bool, window: Int
+](
+    output: Pointer[mut=True, Float32, _],
+    projected: Pointer[Float32, _],
+    row_offsets: Pointer[UInt32, _],
+    blocks: Pointer[mut=True, Float32, _],
+    cache_lengths: Pointer[UInt32, _],
+    pages: Pointer[UInt32, _],
+    table: Pointer[Float32, _],
+    query_gain: Pointer[Float32, _],
+    key_gain: Pointer[Float32, _],
+    sequences: Int,
+    heads: Int,
+    page_size: Int,
+    page_stride: Int,
+    pages_each: Int,
+    values_at: Int,
+    layer: Int,
+    scale: Float32,
+    eps: Float32,
+    value_eps: Float32,
+    gain_offset: Float32,
+):
+    """Stores the new tokens' keys and values, and attends; a query sees itself and what precedes.
+
+    Parameters:
+        head_dim: Elements of a head, a multiple of 16.
+        kv_heads: Key-value heads.
+        has_values: `projected` has values; otherwise they are the keys as projected.
+        norms_values: Values are divided by their heads' root mean square.
+        window: Keys that a query sees at most, its own included; 0 is all.
+
+    Args:
+        output: `[tokens, heads, head_dim]`.
+        projected: `[tokens, heads + kv_heads (+ kv_heads), head_dim]`: queries, keys, values.
+        row_offsets: `[sequences + 1]`, where each sequence begins among the tokens.
+        blocks: The cache: pages of `[2, layers, page_size, kv_heads, head_dim]`, keys first.
+        cache_lengths: `[sequences]`, tokens that the cache holds already.
+        pages: `[sequences, pages_each]`, which pages a sequence's tokens are in.
+        table: `[positions, head_dim]`, cosine and sine of each pair (`rotary_table`).
+        query_gain: `[head_dim]`, of the norm over a query's head.
+        key_gain: `[head_dim]`, of the norm over a key's.
+        sequences: In the batch.
+        heads: Query heads, a multiple of `kv_heads`.
+        page_size: Tokens of a page.
+        page_stride: Elements from one page to the next.
+        pages_each: Width of `pages`.
+        values_at: Elements from a page's keys to its values.
+        layer: Which layer of the cache.
+        scale: Factor on the scores.
+        eps: Added to the mean square of queries and keys.
+        value_eps: Added to that of values.
+        gain_offset: Added to both gains.
+    """
+    comptime token_width = kv_heads * head_dim
+    var group = heads // kv_heads
+    var width = (heads + (2 if has_values else 1) * kv_heads) * head_dim
+    var tokens = Int(row_offsets[unsafe_offset=sequences])
+
+    @always_inline
+    def cached(sequence: Int, position: Int, head: Int) {imm} -> Int:
+        """Where a key is; its value is `values_at` behind it."""
+        var page, place = divmod(position, page_size)
+        var at = Int(pages[unsafe_offset=sequence * pages_each + page]) * page_stride
+        return at + (layer * page_size + place) * token_width + head * head_dim
+
+    # Plan: where each token belongs, and what each task does.
+    var owners = List[Int](length=tokens, fill=0)
+    var items = List[Int]()
+    var merges = List[Int]()
+    var parts = 0
+    var tile = max(1, ROWS // group)
+    for sequence in range(sequences):
+        var begin = Int(row_offsets[unsafe_offset=sequence])
+        var count = Int(row_offsets[unsafe_offset=sequence + 1]) - begin
+        var past = Int(cache_lengths[unsafe_offset=sequence])
+        for token in range(count):
+            owners[begin + token] = sequence
+        for token in range(0, count, tile):
+            var some = min(tile, count - token)
+            var last = past + token + some
+            var first = max(0, past + token + 1 - window) if window > 0 else 0
+            var span = last - first
+            if count <= tile:
+                span = max(SPAN, align_up(ceildiv(span, MOST_SPANS), SPAN))
+            var cuts = ceildiv(last - first, span)
+            for head in range(kv_heads):
+                for cut in range(cuts):
+                    items.append(sequence)
+                    items.append(head)
+                    items.append(begin + token)
+                    items.append(some)
+                    items.append(first + cut * span)
+                    items.append(min(first + (cut + 1) * span, last))
+                    items.append(parts + cut if cuts > 1 else -1)
+                if cuts > 1:
+                    merges.append(head)
+                    merges.append(begin + token)
+                    merges.append(some)
+                    merges.append(parts)
+                    merges.append(cuts)
+                    parts += cuts
+
+    # Queries as they are scored: normalised, rotated, scaled.
+    var query_memory = List[Float32](length=tokens * heads * head_dim, fill=0)
+    var queries = query_memory.unsafe_ptr()
+    var owner = owners.unsafe_ptr()
+
+    def prepare(token: Int) {imm}:
+        var sequence = owner[unsafe_offset=token]
+        var place = token - Int(row_offsets[unsafe_offset=sequence])
+        var position = Int(cache_lengths[unsafe_offset=sequence]) + place
+        var angles = table.unsafe_offset(position * head_dim)
+        var row = projected.unsafe_offset(token * width)
+        for head in range(heads):
+            var at = (token * heads + head) * head_dim
+            var inverse = _inverse_rms[head_dim](row.unsafe_offset(head * head_dim), eps)
+            _rotate[head_dim](
+                row.unsafe_offset(head * head_dim),
+                query_gain,
+                gain_offset,
+                inverse,
+                scale,
+                angles,
+                queries.unsafe_offset(at),
+            )
+        for head in range(kv_heads):
+            var key = row.unsafe_offset((heads + head) * head_dim)
+            var value = key.unsafe_offset(token_width if has_values else 0)
+            var at = cached(sequence, position, head)
+            var inverse = Float32(1)
+            comptime if norms_values:
+                inverse = _inverse_rms[head_dim](value, value_eps)
+            comptime for d in range(0, head_dim, LANES):
+                blocks.unsafe_store(
+                    at + values_at + d, value.unsafe_load[width=LANES](d) * inverse
+                )
+            _rotate[head_dim](
+                key,
+                key_gain,
+                gain_offset,
+                _inverse_rms[head_dim](key, eps),
+                1,
+                angles,
+                blocks.unsafe_offset(at),
+            )
+
+    var preparers = max(1, min(tokens, tasks_of(tokens * width * 16)))
+
+    def prepare_some(task: Int) {imm}:
+        for token in range(task, tokens, preparers):
+            prepare(token)
+
+    sync_parallelize(prepare_some, preparers)
+
+    var rows = tile * group
+    var part_size = rows * (head_dim + 2)
+    var part_memory = List[Float32](length=parts * part_size, fill=0)
+    var part = part_memory.unsafe_ptr()
+    var item = items.unsafe_ptr()
+    var count = len(items) // ITEM
+
+    var work_size = 0
+    for i in range(count):
+        var keys = items[i * ITEM + LAST] - items[i * ITEM + FIRST]
+        work_size += items[i * ITEM + COUNT] * keys
+    var tasks = max(1, min(count, tasks_of(2 * work_size * group * head_dim)))
+
+    def work(task: Int) {imm}:
+        var own_queries = List[Float32](length=rows * head_dim, fill=0)
+        var gathered = List[Float32](length=rows * head_dim, fill=0)
+        var scores = List[Float32](length=rows * KEYS, fill=0)
+        # Of each row, its largest score and the sum of its weights.
+        var states = List[Float32](length=rows * 2, fill=0)
+        var q = own_queries.unsafe_ptr()
+        var o = gathered.unsafe_ptr()
+        var s = scores.unsafe_ptr()
+        var state = states.unsafe_ptr()
+        for index in range(task, count, tasks):
+            var it = item.unsafe_offset(index * ITEM)
+            var sequence, head = it[unsafe_offset=SEQUENCE], it[unsafe_offset=HEAD]
+            var token = it[unsafe_offset=TOKEN]
+            var own = it[unsafe_offset=COUNT] * group
+            var last = it[unsafe_offset=LAST]
+            var position = (
+                Int(cache_lengths[unsafe_offset=sequence])
+                + token
+                - Int(row_offsets[unsafe_offset=sequence])
+            )
+            for row in range(own):
+                var place, member = divmod(row, group)
+                var at = ((token + place) * heads + head * group + member) * head_dim
+                comptime for d in range(0, head_dim, LANES):
+                    var x = queries.unsafe_load[width=LANES](at + d)
+                    q.unsafe_store(row * head_dim + d, x)
+                    o.unsafe_store(row * head_dim + d, Floats(0))
+                state[unsafe_offset=2 * row] = neg_inf[DType.float32]()
+                state[unsafe_offset=2 * row + 1] = 0
+
+            var key = it[unsafe_offset=FIRST]
+            while key < last:
+                var some = min(min(KEYS, last - key), page_size - key % page_size)
+                var keys = blocks.unsafe_offset(cached(sequence, key, head))
+                _scores[head_dim, token_width](own, q, keys, some, s)
+                for row in range(own):
+                    var seen = position + row // group + 1 - key
+                    var unseen = max(0, seen - window) if window > 0 else 0
+                    _softmax[head_dim](
+                        s.unsafe_offset(row * KEYS),
+                        o.unsafe_offset(row * head_dim),
+                        state.unsafe_offset(2 * row),
+                        unseen,
+                        min(seen, some),
+                    )
+                var values = keys.unsafe_offset(values_at)
+                _gather[head_dim, token_width](own, o, values, some, s)
+                key += some
+
+            var slot = it[unsafe_offset=PART]
+            for row in range(own):
+                var place, member = divmod(row, group)
+                var target = output.unsafe_offset(
+                    ((token + place) * heads + head * group + member) * head_dim
+                )
+                var factor = 1 / state[unsafe_offset=2 * row + 1]
+                if slot >= 0:
+                    var kept = part.unsafe_offset(slot * part_size + row * (head_dim + 2))
+                    kept[unsafe_offset=head_dim] = state[unsafe_offset=2 * row]
+                    kept[unsafe_offset=head_dim + 1] = state[unsafe_offset=2 * row + 1]
+                    comptime for d in range(0, head_dim, LANES):
+                        kept.unsafe_store(d, o.unsafe_load[width=LANES](row * head_dim + d))
+                else:
+                    comptime for d in range(0, head_dim, LANES):
+                        var x = o.unsafe_load[width=LANES](row * head_dim + d)
+                        target.unsafe_store(d, x * factor)
+        _ = own_queries^
+        _ = gathered^
+        _ = scores^
+        _ = states^
+
+    sync_parallelize(work, tasks)
+
+    for index in range(0, len(merges), 5):
+        var head, token = merges[index], merges[index + 1]
+        var first = part.unsafe_offset(merges[index + 3] * part_size)
+        for row in range(merges[index + 2] * group):
+            var place, member = divmod(row, group)
+            _merge[head_dim](
+                first.unsafe_offset(row * (head_dim + 2)),
+                merges[index + 4],
+                part_size,
+                output.unsafe_offset(
+                    ((token + place) * heads + head * group + member) * head_dim
+                ),
+            )
+    _ = query_memory^
+    _ = part_memory^
+    _ = owners^
+    _ = items^
+
+
+@always_inline
+def _inverse_rms[head_dim: Int](x: Pointer[Float32, _], eps: Float32) -> Float32:
+    var squares = Floats(0)
+    comptime for d in range(0, head_dim, LANES):
+        var values = x.unsafe_load[width=LANES](d)
+        squares = values.fma(values, squares)
+    return rsqrt(squares.reduce_add() / Float32(head_dim) + eps)
+
+
+@always_inline
+def _rotate[
+    head_dim: Int
+](
+    x: Pointer[Float32, _],
+    gain: Pointer[Float32, _],
+    gain_offset: Float32,
+    inverse: Float32,
+    scale: Float32,
+    angles: Pointer[Float32, _],
+    target: Pointer[mut=True, Float32, _],
+):
+    """Writes a head, normalised, each element of its first half turned with one of its second."""
+    comptime half = head_dim // 2
+    comptime lanes = min(LANES, half)
+    for d in range(0, half, lanes):
+        var first = x.unsafe_load[width=lanes](d) * inverse
+        first *= gain.unsafe_load[width=lanes](d) + gain_offset
+        var second = x.unsafe_load[width=lanes](half + d) * inverse
+        second *= gain.unsafe_load[width=lanes](half + d) + gain_offset
+        var pairs = angles.unsafe_load[width=2 * lanes](2 * d).deinterleave()
+        var cosine = rebind[SIMD[DType.float32, lanes]](pairs[0])
+        var sine = rebind[SIMD[DType.float32, lanes]](pairs[1])
+        target.unsafe_store(d, (first * cosine - second * sine) * scale)
+        target.unsafe_store(half + d, (second * cosine + first * sine) * scale)
+
+
+@always_inline
+def _scores[
+    head_dim: Int, stride: Int
+](
+    rows: Int,
+    q: Pointer[Float32, _],
+    keys: Pointer[Float32, _],
+    count: Int,
+    s: Pointer[mut=True, Float32, _],
+):
+    """`s[row, key]` of `count` keys, each `stride` elements after the one before."""
+
+    @always_inline
+    def tile[R: Int](row: Int) {imm}:
+        for first in range(0, count, WIDE):
+            var sums = Array[Floats, R * WIDE](fill=0)
+            for d in range(0, head_dim, LANES):
+                comptime for k in range(WIDE):
+                    # Past the end, the last key again; nothing looks at its scores.
+                    var at = min(first + k, count - 1) * stride + d
+                    var key = keys.unsafe_load[width=LANES](at)
+                    comptime for r in range(R):
+                        var query = q.unsafe_load[width=LANES]((row + r) * head_dim + d)
+                        sums[r * WIDE + k] = query.fma(key, sums[r * WIDE + k])
+            comptime for r in range(R):
+                comptime for k in range(WIDE):
+                    s[unsafe_offset=(row + r) * KEYS + first + k] = sums[
+                        r * WIDE + k
+                    ].reduce_add()
+
+    var fours = rows // 4 * 4
+    for row in range(0, fours, 4):
+        tile[4](row)
+    for row in range(fours, rows):
+        tile[1](row)
+
+
+@always_inline
+def _softmax[
+    head_dim: Int
+](
+    s: Pointer[mut=True, Float32, _],
+    o: Pointer[mut=True, Float32, _],
+    state: Pointer[mut=True, Float32, _],
+    first: Int,
+    last: Int,
+):
+    """Turns a row's scores into weights, under the largest of them that it has met so far.
+
+    Scores before `first` and from `last` on become weights of zero. What the row has gathered, and
+    the sum of its weights, are brought to the new maximum. `state` is that maximum, and that sum.
+    """
+    if first >= last:
+        for k in range(0, KEYS, LANES):
+            s.unsafe_store(k, Floats(0))
+        return
+    var places = SIMD[DType.int32, LANES](0)
+    comptime for lane in range(LANES):
+        places[lane] = Int32(lane)
+    var before = state[unsafe_offset=0]
+    var largest = Floats(before)
+    for k in range(0, KEYS, LANES):
+        var at = places + Int32(k)
+        var seen = at.ge(Int32(first)) & at.lt(Int32(last))
+        var scores = seen.select(s.unsafe_load[width=LANES](k), Floats(neg_inf[DType.float32]()))
+        s.unsafe_store(k, scores)
+        largest = max(largest, scores)
+    var maximum = largest.reduce_max()
+    var total = Floats(0)
+    for k in range(0, KEYS, LANES):
+        var weights = exp(s.unsafe_load[width=LANES](k) - maximum)
+        s.unsafe_store(k, weights)
+        total += weights
+    var sum = state[unsafe_offset=1]
+    if maximum != before:
+        var factor = exp(before - maximum)
+        sum *= factor
+        state[unsafe_offset=0] = maximum
+        comptime for d in range(0, head_dim, LANES):
+            o.unsafe_store(d, o.unsafe_load[width=LANES](d) * factor)
+    state[unsafe_offset=1] = sum + total.reduce_add()
+
+
+@always_inline
+def _gather[
+    head_dim: Int, stride: Int
+](
+    rows: Int,
+    o: Pointer[mut=True, Float32, _],
+    values: Pointer[Float32, _],
+    count: Int,
+    s: Pointer[Float32, _],
+):
+    """Adds `count` values, times their weights in `s[row, key]`, to `o[row]`."""
+    comptime wide = WIDE if head_dim % (WIDE * LANES) == 0 else 1
+
+    @always_inline
+    def tile[R: Int](row: Int) {imm}:
+        for d in range(0, head_dim, wide * LANES):
+            var sums = Array[Floats, R * wide](fill=0)
+            comptime for r in range(R):
+                comptime for c in range(wide):
+                    sums[r * wide + c] = o.unsafe_load[width=LANES](
+                        (row + r) * head_dim + d + c * LANES
+                    )
+            for k in range(count):
+                comptime for c in range(wide):
+                    var value = values.unsafe_load[width=LANES](k * stride + d + c * LANES)
+                    comptime for r in range(R):
+                        var weight = Floats(s[unsafe_offset=(row + r) * KEYS + k])
+                        sums[r * wide + c] = weight.fma(value, sums[r * wide + c])
+            comptime for r in range(R):
+                comptime for c in range(wide):
+                    o.unsafe_store((row + r) * head_dim + d + c * LANES, sums[r * wide + c])
+
+    var fours = rows // 4 * 4
+    for row in range(0, fours, 4):
+        tile[4](row)
+    for row in range(fours, rows):
+        tile[1](row)
+
+
+@always_inline
+def _merge[
+    head_dim: Int
+](
+    parts: Pointer[Float32, _],
+    count: Int,
+    stride: Int,
+    target: Pointer[mut=True, Float32, _],
+):
+    """Puts a row's `count` parts together: gathered values, then their maximum and their sum."""
+    var most = neg_inf[DType.float32]()
+    for i in range(count):
+        most = max(most, parts[unsafe_offset=i * stride + head_dim])
+    var total = Float32(0)
+    comptime for d in range(0, head_dim, LANES):
+        target.unsafe_store(d, Floats(0))
+    for i in range(count):
+        var own = parts.unsafe_offset(i * stride)
+        var factor = exp(own[unsafe_offset=head_dim] - most)
+        total += own[unsafe_offset=head_dim + 1] * factor
+        for d in range(0, head_dim, LANES):
+            var x = own.unsafe_load[width=LANES](d)
+            target.unsafe_store(d, target.unsafe_load[width=LANES](d) + x * factor)
+    for d in range(0, head_dim, LANES):
+        target.unsafe_store(d, target.unsafe_load[width=LANES](d) / total)
