@@ -9,22 +9,19 @@ keeps all cores busy. How it is cut depends on the sequence alone: results do no
 number of cores, nor on the other sequences of a batch.
 """
 
-from std.math import align_up, ceildiv, exp, rsqrt
+from std.math import align_up, ceildiv
 from std.utils.numerics import neg_inf
 from max.algorithm import sync_parallelize
 
+from .attention_tiles import KEYS, gather, inverse_rms, merge, rotate, scores, softmax
 from .int8_dot import Floats, LANES
 from .stream import tasks_of
 
-comptime KEYS = 64
-"""Keys whose scores are held at once."""
 comptime ROWS = 32
 """Rows of queries that meet a block of keys while it is in a core's own cache."""
 comptime SPAN = 128
 """Keys that make a part worth a task."""
 comptime MOST_SPANS = 32
-comptime WIDE = 4 if LANES == 16 else 2
-"""Registers of keys, or of columns of values, beside four rows: as many sums as a CPU has room for."""
 
 # What a task is told, in so many integers.
 comptime SEQUENCE = 0
@@ -154,8 +151,8 @@ def attention[
         var row = projected.unsafe_offset(token * width)
         for head in range(heads):
             var at = (token * heads + head) * head_dim
-            var inverse = _inverse_rms[head_dim](row.unsafe_offset(head * head_dim), eps)
-            _rotate[head_dim](
+            var inverse = inverse_rms[head_dim](row.unsafe_offset(head * head_dim), eps)
+            rotate[head_dim](
                 row.unsafe_offset(head * head_dim),
                 query_gain,
                 gain_offset,
@@ -170,16 +167,16 @@ def attention[
             var at = cached(sequence, position, head)
             var inverse = Float32(1)
             comptime if norms_values:
-                inverse = _inverse_rms[head_dim](value, value_eps)
+                inverse = inverse_rms[head_dim](value, value_eps)
             comptime for d in range(0, head_dim, LANES):
                 blocks.unsafe_store(
                     at + values_at + d, value.unsafe_load[width=LANES](d) * inverse
                 )
-            _rotate[head_dim](
+            rotate[head_dim](
                 key,
                 key_gain,
                 gain_offset,
-                _inverse_rms[head_dim](key, eps),
+                inverse_rms[head_dim](key, eps),
                 1,
                 angles,
                 blocks.unsafe_offset(at),
@@ -209,12 +206,12 @@ def attention[
     def work(task: Int) {imm}:
         var own_queries = List[Float32](length=rows * head_dim, fill=0)
         var gathered = List[Float32](length=rows * head_dim, fill=0)
-        var scores = List[Float32](length=rows * KEYS, fill=0)
+        var block_scores = List[Float32](length=rows * KEYS, fill=0)
         # Of each row, its largest score and the sum of its weights.
         var states = List[Float32](length=rows * 2, fill=0)
         var q = own_queries.unsafe_ptr()
         var o = gathered.unsafe_ptr()
-        var s = scores.unsafe_ptr()
+        var s = block_scores.unsafe_ptr()
         var state = states.unsafe_ptr()
         for index in range(task, count, tasks):
             var it = item.unsafe_offset(index * ITEM)
@@ -241,11 +238,11 @@ def attention[
             while key < last:
                 var some = min(min(KEYS, last - key), page_size - key % page_size)
                 var keys = blocks.unsafe_offset(cached(sequence, key, head))
-                _scores[head_dim, token_width](own, q, keys, some, s)
+                scores[head_dim, token_width](own, q, keys, some, s)
                 for row in range(own):
                     var seen = position + row // group + 1 - key
                     var unseen = max(0, seen - window) if window > 0 else 0
-                    _softmax[head_dim](
+                    softmax[head_dim](
                         s.unsafe_offset(row * KEYS),
                         o.unsafe_offset(row * head_dim),
                         state.unsafe_offset(2 * row),
@@ -253,7 +250,7 @@ def attention[
                         min(seen, some),
                     )
                 var values = keys.unsafe_offset(values_at)
-                _gather[head_dim, token_width](own, o, values, some, s)
+                gather[head_dim, token_width](own, o, values, some, s)
                 key += some
 
             var slot = it[unsafe_offset=PART]
@@ -275,7 +272,7 @@ def attention[
                         target.unsafe_store(d, x * factor)
         _ = own_queries^
         _ = gathered^
-        _ = scores^
+        _ = block_scores^
         _ = states^
 
     sync_parallelize(work, tasks)
@@ -285,7 +282,7 @@ def attention[
         var first = part.unsafe_offset(merges[index + 3] * part_size)
         for row in range(merges[index + 2] * group):
             var place, member = divmod(row, group)
-            _merge[head_dim](
+            merge[head_dim](
                 first.unsafe_offset(row * (head_dim + 2)),
                 merges[index + 4],
                 part_size,
@@ -297,188 +294,3 @@ def attention[
     _ = part_memory^
     _ = owners^
     _ = items^
-
-
-@always_inline
-def _inverse_rms[head_dim: Int](x: Pointer[Float32, _], eps: Float32) -> Float32:
-    var squares = Floats(0)
-    comptime for d in range(0, head_dim, LANES):
-        var values = x.unsafe_load[width=LANES](d)
-        squares = values.fma(values, squares)
-    return rsqrt(squares.reduce_add() / Float32(head_dim) + eps)
-
-
-@always_inline
-def _rotate[
-    head_dim: Int
-](
-    x: Pointer[Float32, _],
-    gain: Pointer[Float32, _],
-    gain_offset: Float32,
-    inverse: Float32,
-    scale: Float32,
-    angles: Pointer[Float32, _],
-    target: Pointer[mut=True, Float32, _],
-):
-    """Writes a head, normalised, each element of its first half turned with one of its second."""
-    comptime half = head_dim // 2
-    comptime lanes = min(LANES, half)
-    for d in range(0, half, lanes):
-        var first = x.unsafe_load[width=lanes](d) * inverse
-        first *= gain.unsafe_load[width=lanes](d) + gain_offset
-        var second = x.unsafe_load[width=lanes](half + d) * inverse
-        second *= gain.unsafe_load[width=lanes](half + d) + gain_offset
-        var pairs = angles.unsafe_load[width=2 * lanes](2 * d).deinterleave()
-        var cosine = rebind[SIMD[DType.float32, lanes]](pairs[0])
-        var sine = rebind[SIMD[DType.float32, lanes]](pairs[1])
-        target.unsafe_store(d, (first * cosine - second * sine) * scale)
-        target.unsafe_store(half + d, (second * cosine + first * sine) * scale)
-
-
-@always_inline
-def _scores[
-    head_dim: Int, stride: Int
-](
-    rows: Int,
-    q: Pointer[Float32, _],
-    keys: Pointer[Float32, _],
-    count: Int,
-    s: Pointer[mut=True, Float32, _],
-):
-    """`s[row, key]` of `count` keys, each `stride` elements after the one before."""
-
-    @always_inline
-    def tile[R: Int](row: Int) {imm}:
-        for first in range(0, count, WIDE):
-            var sums = Array[Floats, R * WIDE](fill=0)
-            for d in range(0, head_dim, LANES):
-                comptime for k in range(WIDE):
-                    # Past the end, the last key again; nothing looks at its scores.
-                    var at = min(first + k, count - 1) * stride + d
-                    var key = keys.unsafe_load[width=LANES](at)
-                    comptime for r in range(R):
-                        var query = q.unsafe_load[width=LANES]((row + r) * head_dim + d)
-                        sums[r * WIDE + k] = query.fma(key, sums[r * WIDE + k])
-            comptime for r in range(R):
-                comptime for k in range(WIDE):
-                    s[unsafe_offset=(row + r) * KEYS + first + k] = sums[
-                        r * WIDE + k
-                    ].reduce_add()
-
-    var fours = rows // 4 * 4
-    for row in range(0, fours, 4):
-        tile[4](row)
-    for row in range(fours, rows):
-        tile[1](row)
-
-
-@always_inline
-def _softmax[
-    head_dim: Int
-](
-    s: Pointer[mut=True, Float32, _],
-    o: Pointer[mut=True, Float32, _],
-    state: Pointer[mut=True, Float32, _],
-    first: Int,
-    last: Int,
-):
-    """Turns a row's scores into weights, under the largest of them that it has met so far.
-
-    Scores before `first` and from `last` on become weights of zero. What the row has gathered, and
-    the sum of its weights, are brought to the new maximum. `state` is that maximum, and that sum.
-    """
-    if first >= last:
-        for k in range(0, KEYS, LANES):
-            s.unsafe_store(k, Floats(0))
-        return
-    var places = SIMD[DType.int32, LANES](0)
-    comptime for lane in range(LANES):
-        places[lane] = Int32(lane)
-    var before = state[unsafe_offset=0]
-    var largest = Floats(before)
-    for k in range(0, KEYS, LANES):
-        var at = places + Int32(k)
-        var seen = at.ge(Int32(first)) & at.lt(Int32(last))
-        var scores = seen.select(s.unsafe_load[width=LANES](k), Floats(neg_inf[DType.float32]()))
-        s.unsafe_store(k, scores)
-        largest = max(largest, scores)
-    var maximum = largest.reduce_max()
-    var total = Floats(0)
-    for k in range(0, KEYS, LANES):
-        var weights = exp(s.unsafe_load[width=LANES](k) - maximum)
-        s.unsafe_store(k, weights)
-        total += weights
-    var sum = state[unsafe_offset=1]
-    if maximum != before:
-        var factor = exp(before - maximum)
-        sum *= factor
-        state[unsafe_offset=0] = maximum
-        comptime for d in range(0, head_dim, LANES):
-            o.unsafe_store(d, o.unsafe_load[width=LANES](d) * factor)
-    state[unsafe_offset=1] = sum + total.reduce_add()
-
-
-@always_inline
-def _gather[
-    head_dim: Int, stride: Int
-](
-    rows: Int,
-    o: Pointer[mut=True, Float32, _],
-    values: Pointer[Float32, _],
-    count: Int,
-    s: Pointer[Float32, _],
-):
-    """Adds `count` values, times their weights in `s[row, key]`, to `o[row]`."""
-    comptime wide = WIDE if head_dim % (WIDE * LANES) == 0 else 1
-
-    @always_inline
-    def tile[R: Int](row: Int) {imm}:
-        for d in range(0, head_dim, wide * LANES):
-            var sums = Array[Floats, R * wide](fill=0)
-            comptime for r in range(R):
-                comptime for c in range(wide):
-                    sums[r * wide + c] = o.unsafe_load[width=LANES](
-                        (row + r) * head_dim + d + c * LANES
-                    )
-            for k in range(count):
-                comptime for c in range(wide):
-                    var value = values.unsafe_load[width=LANES](k * stride + d + c * LANES)
-                    comptime for r in range(R):
-                        var weight = Floats(s[unsafe_offset=(row + r) * KEYS + k])
-                        sums[r * wide + c] = weight.fma(value, sums[r * wide + c])
-            comptime for r in range(R):
-                comptime for c in range(wide):
-                    o.unsafe_store((row + r) * head_dim + d + c * LANES, sums[r * wide + c])
-
-    var fours = rows // 4 * 4
-    for row in range(0, fours, 4):
-        tile[4](row)
-    for row in range(fours, rows):
-        tile[1](row)
-
-
-@always_inline
-def _merge[
-    head_dim: Int
-](
-    parts: Pointer[Float32, _],
-    count: Int,
-    stride: Int,
-    target: Pointer[mut=True, Float32, _],
-):
-    """Puts a row's `count` parts together: gathered values, then their maximum and their sum."""
-    var most = neg_inf[DType.float32]()
-    for i in range(count):
-        most = max(most, parts[unsafe_offset=i * stride + head_dim])
-    var total = Float32(0)
-    comptime for d in range(0, head_dim, LANES):
-        target.unsafe_store(d, Floats(0))
-    for i in range(count):
-        var own = parts.unsafe_offset(i * stride)
-        var factor = exp(own[unsafe_offset=head_dim] - most)
-        total += own[unsafe_offset=head_dim + 1] * factor
-        for d in range(0, head_dim, LANES):
-            var x = own.unsafe_load[width=LANES](d)
-            target.unsafe_store(d, target.unsafe_load[width=LANES](d) + x * factor)
-    for d in range(0, head_dim, LANES):
-        target.unsafe_store(d, target.unsafe_load[width=LANES](d) / total)

@@ -1,0 +1,189 @@
+"""How fast is attention on a CPU: MAX's operations and ours, for one layer.
+
+From the fused projection of new tokens to what their queries see: norms per head, rotation, the
+cache's update and attention. A prompt is that many new tokens in an empty cache; a step is one new
+token behind so many. Both sides run the same layer, sliding or full, on the same cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from max import tree
+from max.driver import CPU, Buffer
+from max.dtype import DType
+from max.engine import InferenceSession
+from max.graph import DeviceRef, Graph, TensorType, ops
+from max.nn.kv_cache import KVCacheInputsPerDevice, MHAKVCacheParams
+from max.nn.norm import RMSNorm
+from max.pipelines.context import TextContext
+from max.pipelines.context.tokens import TokenBuffer
+from max.pipelines.kv_cache.registry import load_kv_manager
+
+from attnquant.kernels import extensions
+from attnquant.nn.attention import Attention
+from attnquant.nn.projection import Projection, Storage
+from attnquant.nn.rotary import rotary_table
+from bench.common import Run, Sample, alternate, ratio, show_ratio
+from bench.kernel import repeated
+
+MAX, OURS = "MAX", "attnquant"
+HOST = DeviceRef.CPU()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """What attention in a layer is over."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """Of the fused projection."""
+        keys = self.kv_heads * self.head_dim
+        return self.heads * self.head_dim, keys, keys
+
+    @property
+    def kv_params(self) -> MHAKVCacheParams:
+        """Of its cache."""
+        return MHAKVCacheParams(
+            dtype=DType.float32,
+            n_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            num_layers=1,
+            devices=[HOST],
+        )
+
+    def module(self) -> Attention:
+        """The layer, its norms' gains 1."""
+
+        def projection(*rows: int) -> Projection:
+            return Projection(
+                roles=["rows"] * len(rows),
+                rows=rows,
+                columns=self.head_dim,
+                dtype=DType.float32,
+                device=HOST,
+                storage=Storage.STACKED,
+            )
+
+        module = Attention(
+            qkv_proj=projection(*self.rows),
+            o_proj=projection(self.head_dim),
+            q_norm=RMSNorm(self.head_dim, DType.float32),
+            k_norm=RMSNorm(self.head_dim, DType.float32),
+            kv_params=self.kv_params,
+            scale=self.head_dim**-0.5,
+            window=self.window,
+        )
+        gains: Any = ops.constant(np.ones(self.head_dim, np.float32), DType.float32, device=HOST)
+        module.q_norm.weight = module.k_norm.weight = gains
+        return module
+
+
+LAYERS = {
+    "Gemma 3 270M, sliding": Layer(heads=4, kv_heads=1, head_dim=256, window=512),
+    "Gemma 3 270M, full": Layer(heads=4, kv_heads=1, head_dim=256, window=None),
+}
+
+
+class Side:
+    """A compiled layer with a cache of its own."""
+
+    def __init__(self, layer: Layer, side: str, positions: int) -> None:
+        self._layer, self._positions = layer, positions
+        session = InferenceSession(devices=[CPU()])
+        params = layer.kv_params
+        pages = -(-positions // params.page_size) + 1
+        self._cache = load_kv_manager(
+            params=params,
+            max_batch_size=1,
+            max_seq_len=positions,
+            session=session,
+            available_cache_memory=pages * params.bytes_per_block,
+            is_di_enabled=False,
+            model_name="attention",
+            max_num_input_tokens=None,
+        )
+        table = rotary_table(theta=1e4, head_dim=layer.head_dim, positions=positions)
+        self._table = Buffer.from_numpy(table)
+        self._model = session.load(self._graph(side))
+
+    def _graph(self, side: str) -> Graph:
+        layer, params = self._layer, self._layer.kv_params
+        kv_types = tree.leaves(params.get_symbolic_inputs())
+        types = [
+            TensorType(DType.float32, ("tokens", sum(layer.rows)), HOST),
+            TensorType(DType.uint32, (2,), HOST),
+            TensorType(DType.float32, (self._positions, layer.head_dim), HOST),
+            *kv_types,
+        ]
+        with Graph("attention", input_types=types, custom_extensions=[extensions()]) as graph:
+            projected, offsets, table, *rest = graph.inputs
+            kv = params.unflatten_kv_inputs(iter(rest))
+            module = layer.module()
+            see = module.see if side == MAX else module.see_on_cpu
+            seen = see(
+                projected.tensor,
+                tree.leaves(kv, leaf=KVCacheInputsPerDevice)[0],
+                offsets.tensor,
+                table.tensor,
+                ops.constant(0, DType.uint32, device=HOST),
+            )
+            graph.output(seen)
+        return graph
+
+    def call(self, past: int, new: int) -> Callable[[], Any]:
+        """A call of so many new tokens behind so many that the cache holds."""
+        context = TextContext(
+            max_length=self._positions, tokens=TokenBuffer(np.zeros(past + new, np.int64))
+        )
+        self._cache.claim(context, replica_idx=0)
+        self._cache.alloc(context).synchronize()
+        if past:
+            context.tokens.skip_processing(past)
+        kv = tree.leaves(self._cache.runtime_inputs([[context]]))
+        x = np.random.default_rng(0).standard_normal((new, sum(self._layer.rows)), np.float32)
+        offsets = Buffer.from_numpy(np.array([0, new], np.uint32))
+        self._cache.release(context)
+        return partial(self._model.execute, Buffer.from_numpy(x), offsets, self._table, *kv)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    run = Run("attention", __doc__, models=False)
+    run.parser.add_argument("--contexts", type=int, nargs="+", default=[512, 4096])
+    run.parser.add_argument("--prompt", type=int, default=512)
+    run.parser.add_argument("--rounds", type=int, default=7)
+    options = run.parse(arguments)
+    positions = max(*options.contexts, options.prompt) + 1
+
+    rows: list[tuple[str, ...]] = [("layer", "", "MAX, ms", "attnquant, ms", "MAX / attnquant")]
+    figures: dict[str, Any] = {}
+    tasks = {f"prompt of {options.prompt}": (0, options.prompt)}
+    tasks |= {f"one token after {past}": (past, 1) for past in options.contexts}
+    for name, layer in LAYERS.items():
+        sides = {side: Side(layer, side, positions) for side in (MAX, OURS)}
+        figures[name] = {}
+        for task, (past, new) in tasks.items():
+            taken = alternate(
+                {side: partial(repeated, made.call(past, new)) for side, made in sides.items()},
+                options.rounds,
+            )
+            times = {side: Sample.of(values) for side, values in taken.items()}
+            faster = ratio(times[MAX], times[OURS])
+            figures[name][task] = {"seconds": times, "times_faster": faster}
+            shown = [Sample.of([1e3 * t for t in time.values]).show(3) for time in times.values()]
+            rows.append((name, task, *shown, show_ratio(faster)))
+    run.report(rows, figures)
+
+
+if __name__ == "__main__":
+    main()
