@@ -349,3 +349,15 @@ class DraftedGemma4Model(_UnifiedSpecDecodeModelMixin, Gemma4Model):
             speculative=speculative,
             constrained=self.pipeline_config.needs_bitmask_constraints,
         )
+
+    @property
+    @override
+    def sampled_draft_vocab_size(self) -> int | None:
+        """The vocabulary that drafts are drawn from; None if the likeliest token is taken.
+
+        MAX reads it off the compiled graph, which tells nothing where it was compiled for a device
+        that is elsewhere (`max warm-cache --target`).
+        """
+        speculative = self.pipeline_config.speculative
+        assert speculative is not None
+        return self.config.shapes.vocab if speculative.draft_proposal == "sampled" else None

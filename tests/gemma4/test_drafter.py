@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from max.dtype import DType
 from max.pipelines.lib.arch_lookup import import_custom_architectures, select_speculator
+from max.pipelines.speculative.config import SpeculativeConfig
 
 from attnquant.drafter_shapes import DrafterShapes
 from attnquant.errors import CheckpointError
@@ -26,6 +27,9 @@ from tests.tiny.gemma4_drafter import DRAFTERS
 
 CASE = "gemma4-shared-values"
 GOLDEN = load_tiny(CASE)
+# Packed matmuls on a CPU take activations to 15 bits, so the last bit of a sum moves a logit by
+# thousandths.
+NEAR = 1e-2
 CONTINUED = [prompt for prompt in GOLDEN.prompts if prompt.greedy is not None]
 
 
@@ -191,6 +195,12 @@ def test_a_tied_head_is_the_embedding_and_keeps_the_files_memory(tmp_path: Path)
         drafter_weights(tensors, shapes, DType.float32)
 
 
+def test_the_graph_returns_distributions_if_drafts_are_drawn_from_them(pair: Drafting) -> None:
+    """By default they are not: `DraftedGemma4Model.sampled_draft_vocab_size` is None."""
+    assert SpeculativeConfig().draft_proposal == "argmax"
+    assert len(pair.model.output_metadata) == 3
+
+
 def test_the_graph_declares_what_a_step_brings(pair: Drafting) -> None:
     contexts = [pair.context(prompt.tokens) for prompt in CONTINUED]
     for _ in range(2):
@@ -216,15 +226,33 @@ def test_max_takes_our_architecture_for_the_pair() -> None:
     assert issubclass(DraftedGemma4Model, Gemma4Model)
 
 
+def clear(pipeline: Pipeline, tokens: list[int], count: int) -> list[int]:
+    """At most so many greedy tokens of a prompt: those before the first that another comes near."""
+    context, found = pipeline.context(tokens), []
+    for _ in range(count):
+        logits = pipeline.step([context]).next_token_logits.to_numpy()[0]
+        second, first = np.sort(logits)[-2:]
+        if first - second < NEAR:
+            break
+        found.append(int(logits.argmax()))
+    pipeline.release([context])
+    return found
+
+
 @pytest.mark.slow
 def test_a_packed_target_s_greedy_tokens_are_those_without_a_drafter(
     tiny_directory: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATTNQUANT_QUANT", "nvfp4")
     alone = Pipeline(tiny_directory(CASE))
-    prompts = [prompt.tokens for prompt in CONTINUED]
-    expected = [alone.greedy(alone.context(tokens), 16) for tokens in prompts]
+    expected = [clear(alone, prompt.tokens, 24) for prompt in GOLDEN.prompts]
     pair = Drafting(tiny_directory(CASE), DRAFTERS[CASE].write(tmp_path))
-    found = [decoded(pair, [prompt], 16)[0][:16] for prompt in CONTINUED]
-    assert found == expected
-    assert found != [prompt.greedy[:16] for prompt in CONTINUED]
+    for prompt, tokens in zip(GOLDEN.prompts, expected, strict=True):
+        assert decoded(pair, [prompt], len(tokens))[0][: len(tokens)] == tokens
+    assert sum(map(len, expected)) > 4 * len(expected)
+    # The weights are other weights.
+    assert any(
+        tokens != prompt.greedy[: len(tokens)]
+        for prompt, tokens in zip(GOLDEN.prompts, expected, strict=True)
+        if prompt.greedy is not None
+    )
