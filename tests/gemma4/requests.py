@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from max.pipelines import PipelineArgs, PipelineConfig
 from max.pipelines.architectures.gemma4.context import Gemma4Context
 from max.pipelines.modeling.types import (
     RequestID,
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from attnquant.gemma4.tokenizer import TextOrVisionTokenizer
+from attnquant.nn.loaded import pipeline_config
 from tests.models import MAX_LENGTH
 
 TEXT = "The capital of France"
@@ -35,15 +35,7 @@ def context(
     directory: Path, *, images: Sequence[bytes] = (), videos: Sequence[bytes] = ()
 ) -> Gemma4Context:
     """What the tokenizer makes of a message: images, videos, `TEXT`."""
-    config = PipelineConfig.from_args(
-        PipelineArgs.from_flat_kwargs(
-            model_path=str(directory),
-            custom_architectures=["attnquant"],
-            device_specs="cpu",
-            quantization_encoding="float32",
-            max_length=MAX_LENGTH,
-        )
-    )
+    config = pipeline_config(directory, max_length=MAX_LENGTH, max_batch_size=1)
     tokenizer = TextOrVisionTokenizer(str(directory), config, max_length=MAX_LENGTH)
     content = [{"type": "image"} for _ in images] + [{"type": "video"} for _ in videos]
     content.append({"type": "text", "text": TEXT})
