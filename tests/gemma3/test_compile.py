@@ -13,14 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param("cuda:sm_90a"),
-        pytest.param("cuda:sm_100a", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("quant", ["none", pytest.param("nvfp4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["cuda:sm_90a", "cuda:sm_100a"])
+@pytest.mark.parametrize("quant", ["none", "nvfp4"])
 def test_a_checkpoint_compiles_in_bfloat16_with_capture(
     tiny_directory: Callable[[str], Path], target: str, quant: str
 ) -> None:

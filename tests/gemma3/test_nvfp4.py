@@ -86,6 +86,7 @@ def test_an_exported_checkpoint_gives_the_logits_of_quantizing_at_load(
     assert scales == np.float32(encoder.profile.input_scale("layers.1.mlp.down_proj")) != 1
 
 
+@pytest.mark.slow
 def test_a_pattern_that_splits_groups_leaves_them_unfused(
     encoder: Encoder,
     tiny_directory: Callable[[str], Path],
