@@ -40,7 +40,8 @@ def context(axes: Sequence[Any], figures: Figures) -> None:
             axes[column + row].set_xlabel(f"{label}, {fixed} {least[fixed]}")
             axes[column + row].set_ylabel(unit)
             axes[column + row].set_ylim(bottom=0)
-    axes[0].legend(frameon=False)
+    axes[0].set_ylim(top=1.25 * axes[0].get_ylim()[1])  # room for the legend
+    axes[0].legend(frameon=False, loc="upper center", ncols=len(sides), fontsize="small")
 
 
 def decode(axes: Sequence[Any], figures: Figures) -> None:
