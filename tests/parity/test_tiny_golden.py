@@ -58,11 +58,15 @@ def test_golden_file_is_what_transformers_says(name: str, tmp_path: Path) -> Non
     ],
 )
 def test_golden_logits_notice(name: str, change: dict[str, Any], tmp_path: Path) -> None:
-    """A mistake in any of these moves the golden logits far beyond the tolerance of 1e-4."""
+    """A mistake in any of these moves the golden logits far beyond the tolerance of tests.
+
+    That is 1e-4, and 2e-5 for Gemma 4.
+    """
     case = replace(CASES[name], **change)
     model = reference.load(case.write(tmp_path))
     longest = load_tiny(name).prompts[-1]
-    assert relative_error(reference.logits(model, longest.tokens)[0], longest.last) > 1e-3
+    least = 1e-4 if name.startswith("gemma4") else 1e-3
+    assert relative_error(reference.logits(model, longest.tokens)[0], longest.last) > least
 
 
 def test_golden_logits_notice_a_single_gain(tmp_path: Path) -> None:
