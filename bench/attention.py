@@ -33,6 +33,7 @@ from bench.kernel import repeated
 
 MAX, OURS = "MAX", "attnquant"
 HOST = DeviceRef.CPU()
+EPS = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +43,22 @@ class Layer:
     heads: int
     kv_heads: int
     head_dim: int
-    window: int | None
+    window: int | None = None
+    has_values: bool = True
+    value_eps: float | None = None
+    gain_offset: float = 0.0
+    cached_layers: int = 1
 
     @property
-    def rows(self) -> tuple[int, int, int]:
+    def rows(self) -> tuple[int, ...]:
         """Of the fused projection."""
         keys = self.kv_heads * self.head_dim
-        return self.heads * self.head_dim, keys, keys
+        return self.heads * self.head_dim, keys, *([keys] if self.has_values else [])
+
+    @property
+    def scale(self) -> float:
+        """Of the scores."""
+        return self.head_dim**-0.5
 
     @property
     def kv_params(self) -> MHAKVCacheParams:
@@ -57,12 +67,12 @@ class Layer:
             dtype=DType.float32,
             n_kv_heads=self.kv_heads,
             head_dim=self.head_dim,
-            num_layers=1,
+            num_layers=self.cached_layers,
             devices=[HOST],
         )
 
     def module(self) -> Attention:
-        """The layer, its norms' gains 1."""
+        """The layer, whose norms' gains are weights."""
 
         def projection(*rows: int) -> Projection:
             return Projection(
@@ -74,23 +84,56 @@ class Layer:
                 storage=Storage.STACKED,
             )
 
-        module = Attention(
+        def norm() -> RMSNorm:
+            return RMSNorm(self.head_dim, DType.float32, EPS, weight_offset=self.gain_offset)
+
+        return Attention(
             qkv_proj=projection(*self.rows),
             o_proj=projection(self.head_dim),
-            q_norm=RMSNorm(self.head_dim, DType.float32),
-            k_norm=RMSNorm(self.head_dim, DType.float32),
+            q_norm=norm(),
+            k_norm=norm(),
             kv_params=self.kv_params,
-            scale=self.head_dim**-0.5,
+            scale=self.scale,
             window=self.window,
+            value_eps=self.value_eps,
         )
-        gains: Any = ops.constant(np.ones(self.head_dim, np.float32), DType.float32, device=HOST)
-        module.q_norm.weight = module.k_norm.weight = gains
-        return module
+
+    def graph(self, side: str, positions: int, width: int | None = None) -> Graph:
+        """From `[tokens, width]` to what its queries see, in the last layer of the cache.
+
+        The inputs are the projection, where each sequence begins in it, the rotary table of so many
+        positions, the gains of the norms of queries and of keys, and the cache.
+        """
+        kv_types = tree.leaves(self.kv_params.get_symbolic_inputs())
+        types = [
+            TensorType(DType.float32, ("tokens", width or sum(self.rows)), HOST),
+            TensorType(DType.uint32, ("offsets",), HOST),
+            TensorType(DType.float32, (positions, self.head_dim), HOST),
+            TensorType(DType.float32, (self.head_dim,), HOST),
+            TensorType(DType.float32, (self.head_dim,), HOST),
+        ]
+        inputs = [*types, *kv_types]
+        with Graph("attention", input_types=inputs, custom_extensions=[extensions()]) as graph:
+            values: list[Any] = [value.tensor for value in graph.inputs[: len(types)]]
+            projected, offsets, table, *gains = values
+            kv = self.kv_params.unflatten_kv_inputs(iter(graph.inputs[len(types) :]))
+            module = self.module()
+            module.q_norm.weight, module.k_norm.weight = gains
+            see = module.see if side == MAX else module.see_on_cpu
+            seen = see(
+                projected,
+                tree.leaves(kv, leaf=KVCacheInputsPerDevice)[0],
+                offsets,
+                table,
+                ops.constant(self.cached_layers - 1, DType.uint32, device=HOST),
+            )
+            graph.output(seen)
+        return graph
 
 
 LAYERS = {
-    "Gemma 3 270M, sliding": Layer(heads=4, kv_heads=1, head_dim=256, window=512),
-    "Gemma 3 270M, full": Layer(heads=4, kv_heads=1, head_dim=256, window=None),
+    "Gemma 3 270M, sliding": Layer(heads=4, kv_heads=1, head_dim=256, window=512, gain_offset=1.0),
+    "Gemma 3 270M, full": Layer(heads=4, kv_heads=1, head_dim=256, gain_offset=1.0),
 }
 
 
@@ -113,32 +156,9 @@ class Side:
             max_num_input_tokens=None,
         )
         table = rotary_table(theta=1e4, head_dim=layer.head_dim, positions=positions)
-        self._table = Buffer.from_numpy(table)
-        self._model = session.load(self._graph(side))
-
-    def _graph(self, side: str) -> Graph:
-        layer, params = self._layer, self._layer.kv_params
-        kv_types = tree.leaves(params.get_symbolic_inputs())
-        types = [
-            TensorType(DType.float32, ("tokens", sum(layer.rows)), HOST),
-            TensorType(DType.uint32, (2,), HOST),
-            TensorType(DType.float32, (self._positions, layer.head_dim), HOST),
-            *kv_types,
-        ]
-        with Graph("attention", input_types=types, custom_extensions=[extensions()]) as graph:
-            projected, offsets, table, *rest = graph.inputs
-            kv = params.unflatten_kv_inputs(iter(rest))
-            module = layer.module()
-            see = module.see if side == MAX else module.see_on_cpu
-            seen = see(
-                projected.tensor,
-                tree.leaves(kv, leaf=KVCacheInputsPerDevice)[0],
-                offsets.tensor,
-                table.tensor,
-                ops.constant(0, DType.uint32, device=HOST),
-            )
-            graph.output(seen)
-        return graph
+        gain = np.ones(layer.head_dim, np.float32)
+        self._held = [Buffer.from_numpy(array) for array in (table, gain, gain)]
+        self._model = session.load(layer.graph(side, positions))
 
     def call(self, past: int, new: int) -> Callable[[], Any]:
         """A call of so many new tokens behind so many that the cache holds."""
@@ -153,7 +173,7 @@ class Side:
         x = np.random.default_rng(0).standard_normal((new, sum(self._layer.rows)), np.float32)
         offsets = Buffer.from_numpy(np.array([0, new], np.uint32))
         self._cache.release(context)
-        return partial(self._model.execute, Buffer.from_numpy(x), offsets, self._table, *kv)
+        return partial(self._model.execute, Buffer.from_numpy(x), offsets, *self._held, *kv)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

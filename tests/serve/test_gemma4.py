@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 
 import openai
 import pytest
-from PIL import Image
 from tokenizers import Tokenizer
 
 from tests.gemma4.pipeline import Pipeline
+from tests.gemma4.requests import png
 from tests.models import MAX_LENGTH
 from tests.serve.server import serve
 from tests.tiny import prompts
@@ -40,9 +39,7 @@ def message(*parts: dict[str, Any]) -> list[Any]:
 
 
 def picture(index: int) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    Image.fromarray(IMAGES[index]).save(buffer, "PNG")
-    data = base64.b64encode(buffer.getvalue()).decode()
+    data = base64.b64encode(png(IMAGES[index])).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
