@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from attnquant.checkpoint.checkpoint import HUB_ID
-from attnquant.checkpoint.json_file import quote, read_json_object
+from attnquant.checkpoint.hub import hub_json
+from attnquant.checkpoint.json_file import read_json_object
 from attnquant.decoder_shapes import DecoderShapes, text_config
 from attnquant.errors import CheckpointError
 from attnquant.memory import MemoryPlan, Serving
@@ -239,42 +240,9 @@ def _configs(source: str | Path) -> tuple[Mapping[str, Any], Mapping[str, Any] |
             f"{source}: found no such file or directory, expected a checkpoint's directory, a "
             "config.json, or a Hugging Face id such as google/gemma-3-270m"
         )
-    return _fetched(source)
-
-
-def _fetched(model: str) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-    # Imported late: it takes a second, and a directory needs none of it.
-    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_download, hf_hub_url
-
-    try:
-        # Asks once: without a connection, the download itself would retry for half a minute.
-        get_hf_file_metadata(hf_hub_url(model, CONFIG))
-        cached_only = False
-    except errors.GatedRepoError:
-        raise _unfetched(model, "the model is gated; accept its terms and log in") from None
-    except errors.RepositoryNotFoundError:
-        raise _unfetched(model, "there is no such model; check the name, or log in") from None
-    except errors.EntryNotFoundError:
-        raise _unfetched(model, "the model has no such file; name a checkpoint") from None
-    except Exception:  # the HTTP client raises its own, and a cached config still serves
-        cached_only = True
-    try:
-        config = hf_hub_download(model, CONFIG, local_files_only=cached_only)
-    except errors.LocalEntryNotFoundError:
-        raise _unfetched(model, "no connection; check the network, or name a directory") from None
-    except Exception as error:  # the HTTP client and the cache raise their own
-        raise _unfetched(model, f"{type(error).__name__}: {quote(error)}") from error
-    try:
-        quant = hf_hub_download(model, HF_QUANT_CONFIG, local_files_only=cached_only)
-    except errors.EntryNotFoundError:
-        return read_json_object(Path(config)), None
-    except Exception as error:
-        raise _unfetched(model, f"{type(error).__name__}: {quote(error)}") from error
-    return read_json_object(Path(config)), read_json_object(Path(quant))
-
-
-def _unfetched(model: str, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"{model}: found no such directory, and {CONFIG} cannot be fetched from Hugging Face: "
-        f"{reason}"
-    )
+    fetched, quant_config = hub_json(source, CONFIG, HF_QUANT_CONFIG)
+    if fetched is None:
+        raise CheckpointError(
+            f"{source}: found a Hugging Face model without {CONFIG}; name a checkpoint"
+        )
+    return fetched, quant_config

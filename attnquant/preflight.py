@@ -11,6 +11,7 @@ from typing import Any
 import attnquant
 from attnquant.checkpoint.checkpoint import CONFIG_FILE, HUB_ID, Checkpoint
 from attnquant.checkpoint.companions import check_companions
+from attnquant.checkpoint.hub import hub_json
 from attnquant.checkpoint.json_file import quote
 from attnquant.checkpoint.theta_layout import held_bundles
 from attnquant.checkpoint.verify import verify_decoder
@@ -74,8 +75,8 @@ def check_draft(model: str | None, draft: str | None, *, on_cpu: bool) -> None:
 def check_model(model: str | None) -> None:
     """Checks a checkpoint, where it is the directory of a decoder that attnquant serves.
 
-    It takes milliseconds and reads no weights. A Hugging Face id is checked once MAX has fetched
-    it, when its memory is planned.
+    It takes milliseconds and reads no weights. Of a Hugging Face id, only config.json is checked
+    here, once it is fetched; the rest when MAX has fetched it and plans its memory.
 
     Args:
         model: what the user gave as `--model`, if anything.
@@ -85,11 +86,15 @@ def check_model(model: str | None) -> None:
         CheckpointError: the checkpoint.
         UnsupportedError: a well-formed checkpoint that is not served.
     """
+    directory = _local(model)
+    if directory is None:
+        if model and (config := _served_architecture(hub_json(model, CONFIG_FILE)[0], model)):
+            check_values(config, DecoderShapes.from_config(config))
+        return
     config = _served_config(model)
     if config is None:
         return
     settings = Settings.read(config.get("attnquant"))
-    directory = Path(model or "")
     checkpoint = Checkpoint.open(directory)
     shapes = DecoderShapes.from_config(config)
     check_values(config, shapes)
@@ -139,13 +144,20 @@ def _served_config(model: str | None) -> dict[str, Any] | None:
     if not has_config and any((directory / name).is_file() for name in _PIPELINES):
         return None
     config = Checkpoint.read_config(directory)
+    return _served_architecture(config, quote(directory / CONFIG_FILE))
+
+
+def _served_architecture(config: dict[str, Any] | None, where: str) -> dict[str, Any] | None:
+    """A config that names an architecture of ours; None if it names others, or is None."""
+    if config is None:
+        return None
     names = config.get("architectures")
     if isinstance(names, list) and any(name in names for name in attnquant.SERVED):
         return config
     own = [name for name, types in MODEL_TYPES.items() if config.get("model_type") in types]
     if own or not (isinstance(names, list) and names and all(isinstance(n, str) for n in names)):
         raise CheckpointError(
-            f"{quote(directory / CONFIG_FILE)}: architectures is {repr(names)}, expected a list "
+            f"{where}: architectures is {repr(names)}, expected a list "
             f"with {' or '.join(own or attnquant.SERVED)}; correct it, or download it again"
         )
     return None

@@ -10,6 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.hub import Hub
 from tests.tiny.cases import CASES
 
 # What tests pack is kept by the tests that are about that, and not in the cache of who runs them.
@@ -49,3 +50,10 @@ def release_models() -> Iterator[None]:
     """A loaded model is hundreds of megabytes: none outlives the module of tests that made it."""
     yield
     gc.collect()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hub").mkdir()
+    return Hub(tmp_path / "hub", monkeypatch)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
@@ -15,6 +14,7 @@ from attnquant.errors import CheckpointError, SettingsError, UnsupportedError
 from attnquant.inspect import Device, inspect, render, to_json
 from attnquant.memory import Serving
 from tests.configs import gemma3_270m, gemma4_31b
+from tests.hub import Hub, http_error
 from tests.test_vision_shapes import gemma4_31b_vision
 
 
@@ -236,44 +236,6 @@ def test_no_such_source(source: str) -> None:
         inspect(source)
 
 
-class Hub:
-    """Stands in for Hugging Face: serves files from a directory, and records what was asked."""
-
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.directory = directory
-        self.asked: list[str] = []
-        self.probe_error: Exception | None = None
-        monkeypatch.setattr(huggingface_hub, "hf_hub_download", self.download)
-        monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", self.probe)
-
-    def probe(self, url: str) -> None:
-        assert url.endswith("/google/gemma-4-31b-it/resolve/main/config.json")
-        if self.probe_error is not None:
-            raise self.probe_error
-
-    def download(self, repo_id: str, filename: str, *, local_files_only: bool) -> str:
-        assert repo_id == "google/gemma-4-31b-it"
-        self.asked.append(filename)
-        path = self.directory / filename
-        if path.is_file():
-            return str(path)
-        if local_files_only:
-            raise errors.LocalEntryNotFoundError("not in the cache")
-        raise http_error(errors.RemoteEntryNotFoundError)
-
-
-def http_error(kind: type[errors.HfHubHTTPError]) -> errors.HfHubHTTPError:
-    request = httpx.Request("HEAD", "https://example.invalid")
-    return kind("a long story\nof two lines", response=httpx.Response(404, request=request))
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "hub").mkdir()
-    return Hub(tmp_path / "hub", monkeypatch)
-
-
 def test_hugging_face_id(hub: Hub) -> None:
     write(hub.directory, gemma4_31b())
     report = inspect("google/gemma-4-31b-it")
@@ -299,7 +261,6 @@ def test_cached_config_serves_without_a_connection(hub: Hub) -> None:
         (httpx.ConnectError("no route"), "no connection"),
         (http_error(errors.RepositoryNotFoundError), "there is no such model"),
         (http_error(errors.GatedRepoError), "the model is gated"),
-        (http_error(errors.RemoteEntryNotFoundError), "the model has no such file"),
     ],
 )
 def test_hugging_face_errors(hub: Hub, error: Exception, message: str) -> None:
@@ -308,3 +269,9 @@ def test_hugging_face_errors(hub: Hub, error: Exception, message: str) -> None:
         inspect("google/gemma-4-31b-it")
     assert "\n" not in str(raised.value)
     assert str(raised.value).startswith("google/gemma-4-31b-it: found no such directory")
+
+
+def test_hugging_face_model_without_a_config(hub: Hub) -> None:
+    hub.probe_error = http_error(errors.RemoteEntryNotFoundError)
+    with pytest.raises(CheckpointError, match=r"a Hugging Face model without config\.json"):
+        inspect("google/gemma-4-31b-it")

@@ -14,6 +14,8 @@ from attnquant.errors import CheckpointError, SettingsError, UnsupportedError
 from attnquant.nvfp4.reference import encode
 from attnquant.preflight import check_draft, check_model, check_settings
 from tests.checkpoint.files import write
+from tests.configs import gemma4_31b
+from tests.hub import Hub
 from tests.test_run_max import run
 from tests.tiny.cases import CASES as ALL_CASES
 from tests.tiny.gemma3 import CASES
@@ -27,11 +29,33 @@ def test_a_good_checkpoint_passes(tmp_path: Path) -> None:
     check_model(str(CASE.write(tmp_path / "good")))
 
 
-def test_ids_and_other_architectures_are_max_s_to_judge(tmp_path: Path) -> None:
-    check_model("google/gemma-3-1b-it")
+def test_other_architectures_are_max_s_to_judge(tmp_path: Path) -> None:
     check_model(None)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     check_model(str(tmp_path))
+
+
+def test_an_id_is_checked_from_its_config(hub: Hub) -> None:
+    config = hub.directory / "config.json"
+    config.write_text(json.dumps(gemma4_31b()))
+    check_model(hub.model)
+    config.write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    check_model(hub.model)
+    config.write_text(json.dumps(gemma4_31b() | {"architectures": []}))
+    with pytest.raises(CheckpointError, match=f"{hub.model}: architectures is"):
+        check_model(hub.model)
+
+
+def test_an_id_that_cannot_be_fetched_is_refused_in_one_line(tmp_path: Path) -> None:
+    # The real client, which gets no connection: nothing listens on this port.
+    result = run(
+        *("generate", "--model", "google/gemma-3-1b-it", "--prompt", "a"),
+        HF_ENDPOINT="http://127.0.0.1:9",
+        HF_HOME=str(tmp_path),
+    )
+    assert result.returncode == 2
+    assert "config.json cannot be fetched from Hugging Face: no connection" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def _config(**fields: object) -> dict[str, bytes]:
