@@ -112,22 +112,22 @@ class Layer:
             TensorType(DType.float32, (self.head_dim,), HOST),
             TensorType(DType.float32, (self.head_dim,), HOST),
         ]
-        inputs = [*types, *kv_types]
-        with Graph("attention", input_types=inputs, custom_extensions=[extensions()]) as graph:
+        with Graph(
+            "attention", input_types=[*types, *kv_types], custom_extensions=[extensions()]
+        ) as graph:
             values: list[Any] = [value.tensor for value in graph.inputs[: len(types)]]
             projected, offsets, table, *gains = values
             kv = self.kv_params.unflatten_kv_inputs(iter(graph.inputs[len(types) :]))
             module = self.module()
             module.q_norm.weight, module.k_norm.weight = gains
             see = module.see if side == MAX else module.see_on_cpu
-            seen = see(
-                projected,
+            inputs = module.inputs(
                 tree.leaves(kv, leaf=KVCacheInputsPerDevice)[0],
                 offsets,
                 table,
                 ops.constant(self.cached_layers - 1, DType.uint32, device=HOST),
             )
-            graph.output(seen)
+            graph.output(see(projected, inputs))
         return graph
 
 

@@ -141,7 +141,7 @@ class Drafter(Module):
                         storage=Storage.STACKED,
                     ),
                     down_proj=projection("down_proj", hidden, shapes.inner),
-                    activation=ACTIVATIONS[config.hidden_activation],
+                    activation=config.hidden_activation,
                 ),
                 input_layernorm=norm(hidden),
                 post_attention_layernorm=norm(hidden),

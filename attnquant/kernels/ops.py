@@ -30,10 +30,7 @@ _MAX_ROWS = 8
 class NVFP4Kernel(enum.Enum):
     """What multiplies by packed weights; the value is what the log says."""
 
-    CPU = (
-        "attnquant's CPU kernel: activations taken to 15 bits per 16 columns, "
-        "from 32 rows on as they are"
-    )
+    CPU = "attnquant's CPU kernel: weights decoded in registers, activations as float32 has them"
     WEIGHT_ONLY = "attnquant's GPU kernel: weights decoded in registers, activations as they are"
     MAX_BLOCK_SCALED = "MAX's block-scaled matmul: activations quantized to NVFP4 too (W4A4)"
     MAX_APPLE = "MAX's Apple M5 matmul: weights decoded on the way in, activations as they are"

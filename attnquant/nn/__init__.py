@@ -2,8 +2,9 @@
 
 from attnquant.nn.attention import Attention
 from attnquant.nn.build import build_decoder
-from attnquant.nn.decoder import DecoderLayer, RaggedDecoder
+from attnquant.nn.decoder import RaggedDecoder
 from attnquant.nn.embedding import ScaledEmbedding, TiedHead
+from attnquant.nn.layer import DecoderLayer
 from attnquant.nn.mlp import GatedMLP
 from attnquant.nn.projection import Projection, Storage, layer_projections
 from attnquant.nn.rotary import rotary_table

@@ -17,7 +17,7 @@ from max.nn.kv_cache import KVCacheParams, PagedCacheValues
 from max.nn.layer import Module
 from max.nn.norm import RMSNorm
 
-from attnquant.kernels.attention import HeadNorms, cpu_attention
+from attnquant.kernels.attention import AttentionInputs, HeadNorms, cpu_attention
 from attnquant.nn.projection import GroupProjection
 
 
@@ -82,28 +82,30 @@ class Attention(Module):
         Returns:
             `[tokens, hidden]`.
         """
-        projection: GroupProjection = getattr(self, self._group)
-        projected = projection(x)
+        inputs = self.inputs(kv, row_offsets, freqs_cis, cache_layer)
         see = self.see_on_cpu if x.device.is_cpu() else self.see
-        return self.o_proj(see(projected, kv, row_offsets, freqs_cis, cache_layer))
+        return self.o_proj(see(self.qkv(x), inputs))
 
-    def see_on_cpu(
+    @property
+    def qkv(self) -> GroupProjection:
+        """The fused projection, of queries and keys at least."""
+        projection: GroupProjection = getattr(self, self._group)
+        return projection
+
+    def inputs(
         self,
-        projected: TensorValue,
         kv: PagedCacheValues,
         row_offsets: TensorValue,
         freqs_cis: TensorValue,
         cache_layer: TensorValue,
-    ) -> TensorValue:
-        """As `see`, in an operation of our own."""
-        return cpu_attention(
-            projected,
-            self.kv_params,
-            kv,
-            row_offsets,
-            freqs_cis,
-            cache_layer,
-            heads=self._rows[0] // self.kv_params.head_dim,
+    ) -> AttentionInputs:
+        """What attention reads besides its projection; for the arguments, see the call's."""
+        return AttentionInputs(
+            kv_params=self.kv_params,
+            kv=kv,
+            row_offsets=row_offsets,
+            freqs_cis=freqs_cis,
+            cache_layer=cache_layer,
             norms=HeadNorms(
                 query_gain=self.q_norm.weight,
                 key_gain=self.k_norm.weight,
@@ -115,14 +117,11 @@ class Attention(Module):
             window=self.window,
         )
 
-    def see(
-        self,
-        projected: TensorValue,
-        kv: PagedCacheValues,
-        row_offsets: TensorValue,
-        freqs_cis: TensorValue,
-        cache_layer: TensorValue,
-    ) -> TensorValue:
+    def see_on_cpu(self, projected: TensorValue, inputs: AttentionInputs) -> TensorValue:
+        """As `see`, in an operation of our own."""
+        return cpu_attention(projected, inputs, self._rows[0] // self.kv_params.head_dim)
+
+    def see(self, projected: TensorValue, inputs: AttentionInputs) -> TensorValue:
         """What queries see, `[tokens, heads * head_dim]`; `projected` is `[tokens, rows]`."""
         head_dim, rows = self.kv_params.head_dim, self._rows
         q, k, *values = ops.split(projected, rows, axis=-1)
@@ -136,19 +135,19 @@ class Attention(Module):
         q = rope_split_store_ragged(
             self.kv_params,
             ops.concat((q, k, v), axis=-1),
-            row_offsets,
-            freqs_cis,
-            kv,
-            cache_layer,
+            inputs.row_offsets,
+            inputs.freqs_cis,
+            inputs.kv,
+            inputs.cache_layer,
             n_heads=heads,
             interleaved=False,
         )
         return _attended(
             self.kv_params,
             q,
-            kv,
-            row_offsets,
-            cache_layer,
+            inputs.kv,
+            inputs.row_offsets,
+            inputs.cache_layer,
             scale=self.scale,
             window=self.window,
         )

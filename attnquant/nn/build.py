@@ -16,9 +16,10 @@ from attnquant.decoder_shapes import LayerShapes
 from attnquant.memory import POSITIONS_BEYOND
 from attnquant.nn.attention import Attention
 from attnquant.nn.config import DecoderConfig
-from attnquant.nn.decoder import DecoderLayer, RaggedDecoder
+from attnquant.nn.decoder import RaggedDecoder
 from attnquant.nn.embedding import Head, ScaledEmbedding, TiedHead
-from attnquant.nn.mlp import ACTIVATIONS, GatedMLP
+from attnquant.nn.layer import DecoderLayer
+from attnquant.nn.mlp import GatedMLP
 from attnquant.nn.projection import Projection, Storage, layer_projections
 from attnquant.nn.rotary import rotary_table
 from attnquant.nn.tensors import State
@@ -104,7 +105,7 @@ def build_layer(
         mlp=GatedMLP(
             gate_up_proj=projections["gate_up_proj"],
             down_proj=projections["down_proj"],
-            activation=ACTIVATIONS[config.hidden_activation],
+            activation=config.hidden_activation,
         ),
         input_layernorm=norm(hidden),
         post_attention_layernorm=norm(hidden),

@@ -1,4 +1,4 @@
-"""A decoder layer with norms on both sides of each block, and the graph around the layers."""
+"""The graph around a decoder's layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from max import tree
 from max.dtype import DType
 from max.graph import DeviceRef, Graph, TensorValue, Type, Weight, ops
 from max.graph import Module as GraphModule
-from max.nn.kv_cache import KVCacheInputsPerDevice, MultiKVCacheParams, PagedCacheValues
+from max.nn.kv_cache import KVCacheInputsPerDevice, MultiKVCacheParams
 from max.nn.layer import LayerList, Module
 from max.nn.norm import RMSNorm
 from max.nn.transformer import ReturnHiddenStates, ReturnLogits
@@ -21,70 +21,16 @@ from max.pipelines.lib.interfaces.batch_processor import ragged_batch_inputs, vi
 from max.pipelines.lib.vlm_utils import merge_multimodal_embeddings
 from numpy.typing import NDArray
 
-from attnquant.nn.attention import Attention, QueryAttention
 from attnquant.nn.embedding import TABLES, ScaledEmbedding
-from attnquant.nn.mlp import GatedMLP
+from attnquant.nn.layer import DecoderLayer
 from attnquant.nn.tensors import State, from_numpy, numpy_dtype, viewed
-from attnquant.nn.theta import theta_projections, use_blocks
+from attnquant.nn.theta import theta_projections
 
 # MAX asks for the dtype of a tower's output where it knows no more than config.json: one that holds
 # the values of every dtype a tower may run in.
 EMBEDDINGS_DTYPE = DType.float32
 
 _SCALES, _INPUT_SCALE = ".block_scales", ".input_scale"
-
-
-class DecoderLayer(Module):
-    """`x + post(attention(pre(x)))`, then `x + post(mlp(pre(x)))`, then times `layer_scalar`.
-
-    The attributes carry the names that the weights have in checkpoints. A layer without norms
-    around the feed-forward block has none after attention either: what is called
-    `post_attention_layernorm` there stands before the feed-forward block. `layer_scalar` is one
-    number of the activations' dtype, `[1]`; None where a decoder has none.
-    """
-
-    def __init__(
-        self,
-        *,
-        self_attn: Attention | QueryAttention,
-        mlp: GatedMLP,
-        input_layernorm: RMSNorm,
-        post_attention_layernorm: RMSNorm,
-        pre_feedforward_layernorm: RMSNorm | None,
-        post_feedforward_layernorm: RMSNorm | None,
-        layer_scalar: Weight | None = None,
-    ) -> None:
-        super().__init__()
-        self.self_attn = self_attn
-        self.mlp = mlp
-        self.input_layernorm = input_layernorm
-        self.post_attention_layernorm = post_attention_layernorm
-        self.pre_feedforward_layernorm = pre_feedforward_layernorm
-        self.post_feedforward_layernorm = post_feedforward_layernorm
-        self.layer_scalar = layer_scalar
-
-    def __call__(
-        self,
-        x: TensorValue,
-        kv: PagedCacheValues,
-        row_offsets: TensorValue,
-        freqs_cis: TensorValue,
-        cache_layer: TensorValue,
-        blocks: Sequence[TensorValue] = (),
-    ) -> TensorValue:
-        """Maps `[tokens, hidden]` to `[tokens, hidden]`; see `Attention` for the others.
-
-        `blocks` are the shared blocks of the layer's theta bundles, in `theta_projections`' order.
-        """
-        use_blocks(self, blocks)
-        attended = self.self_attn(self.input_layernorm(x), kv, row_offsets, freqs_cis, cache_layer)
-        if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
-            x = x + attended
-            x = x + self.mlp(self.post_attention_layernorm(x))
-        else:
-            x = x + self.post_attention_layernorm(attended)
-            x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
-        return x if self.layer_scalar is None else x * self.layer_scalar
 
 
 class RaggedDecoder(Module):

@@ -32,7 +32,7 @@ class GatedMLP(Module):
         *,
         gate_up_proj: GroupProjection,
         down_proj: GroupProjection,
-        activation: Callable[[TensorValue], TensorValue],
+        activation: Activation,
     ) -> None:
         super().__init__()
         self.gate_up_proj = gate_up_proj
@@ -42,4 +42,4 @@ class GatedMLP(Module):
     def __call__(self, x: TensorValue) -> TensorValue:
         """Maps `[tokens, hidden]` to `[tokens, hidden]`."""
         gate, up = ops.split(self.gate_up_proj(x), self.gate_up_proj.rows, axis=-1)
-        return self.down_proj(self.activation(gate) * up)
+        return self.down_proj(ACTIVATIONS[self.activation](gate) * up)

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from attnquant.nn.build import build_layer, layer_rope
 from attnquant.nn.config import DecoderConfig
-from attnquant.nn.decoder import DecoderLayer
+from attnquant.nn.layer import DecoderLayer
 from attnquant.nn.projection import GroupProjection
 from attnquant.nn.tensors import State, from_numpy, numpy_dtype
 from attnquant.nvfp4.profile import SEED, SEQUENCE_TOKENS, Profile, random_tokens

@@ -25,6 +25,7 @@ from max.graph.weights import WeightData
 from max.nn.layer import Module
 
 from attnquant.decoder_shapes import DecoderShapes
+from attnquant.kernels.layer import PackedWeight
 from attnquant.kernels.ops import NVFP4Kernel, nvfp4_matmul
 from attnquant.nn.theta import ThetaProjection
 from attnquant.nvfp4.format import BLOCK_SIZE
@@ -101,6 +102,13 @@ class Projection(Module):
                     if kernel.quantizes_activations
                     else None
                 )
+
+    @property
+    def packed(self) -> PackedWeight | None:
+        """The tensors, where they are packed."""
+        if self.storage is not Storage.NVFP4:
+            return None
+        return PackedWeight(*map(TensorValue, (self.codes, self.block_scales, self.global_scales)))
 
     def __call__(self, x: TensorValue) -> TensorValue:
         """Projects `x [tokens, columns]` to `[tokens, sum(rows)]`."""

@@ -27,9 +27,8 @@ from tests.tiny.gemma4_drafter import DRAFTERS
 
 CASE = "gemma4-shared-values"
 GOLDEN = load_tiny(CASE)
-# Packed matmuls on a CPU take activations to 15 bits, so the last bit of a sum moves a logit by
-# thousandths.
-NEAR = 1e-2
+# Many rows are summed in another order than few, which moves a logit by the last bits of a sum.
+NEAR = 1e-3
 CONTINUED = [prompt for prompt in GOLDEN.prompts if prompt.greedy is not None]
 
 

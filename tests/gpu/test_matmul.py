@@ -38,7 +38,7 @@ def test_equals_the_cpu(on_gpu: Multiply, on_cpu: Multiply, count: int) -> None:
         x = xs[name][:, MARGIN:-MARGIN] if case.sliced else xs[name]
         weight = np.abs(reference.decode(case.weight).astype(np.float64))
         kernel = NVFP4Kernel.of(DeviceRef.GPU(), case.dtype, *case.weight.shape)
-        # float32 sums of bfloat16 products; 15 bits a block on the CPU; NVFP4 keeps 3 bits.
+        # float32 sums of a thousand products, on both sides; NVFP4 keeps 3 bits.
         step = 0.25 if kernel.quantizes_activations else 2.0**-13
         bound = step * np.abs(x).astype(np.float64) @ weight.T
         if case.dtype == DType.bfloat16:

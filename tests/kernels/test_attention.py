@@ -13,16 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from max import tree
-from max.driver import CPU, Buffer
-from max.engine import InferenceSession
-from max.pipelines.context import TextContext
-from max.pipelines.context.tokens import TokenBuffer
-from max.pipelines.kv_cache.registry import load_kv_manager
 from numpy.typing import NDArray
 
 from attnquant.nn.rotary import rotary_table
 from bench.attention import EPS, MAX, OURS, Layer
+from tests.kernels.cached import CachedGraph
 
 POSITIONS, VALUE_EPS = 1024, 1e-5
 TOLERANCE = 2e-5
@@ -46,52 +41,6 @@ CASES = {
     "many heads": layer(heads=40, kv_heads=1, head_dim=128, window=200),
 }
 GAINS = {"query": 1.3, "key": 0.7}
-
-
-class Runner:
-    """A case's graph, and a cache; MAX's operations or ours."""
-
-    def __init__(self, case: Layer, *, ours: bool) -> None:
-        self.case = case
-        params = case.kv_params
-        session = InferenceSession(devices=[CPU()])
-        self._cache = load_kv_manager(
-            params=params,
-            max_batch_size=len(STEPS[0]),
-            max_seq_len=POSITIONS,
-            session=session,
-            available_cache_memory=40 * params.bytes_per_block,
-            is_di_enabled=False,
-            model_name="attention",
-            max_num_input_tokens=None,
-        )
-        self._model = session.load(case.graph(OURS if ours else MAX, POSITIONS))
-        self._contexts: list[TextContext] = []
-
-    def step(
-        self, new: list[NDArray[np.float32]], gains: dict[str, NDArray[np.float32]]
-    ) -> NDArray[np.float32]:
-        """What the new tokens of each sequence see, from their projections."""
-        if not self._contexts:
-            for rows in new:
-                tokens = TokenBuffer(np.zeros(len(rows), np.int64))
-                self._contexts.append(TextContext(max_length=POSITIONS, tokens=tokens))
-                self._cache.claim(self._contexts[-1], replica_idx=0)
-        for context in self._contexts:
-            self._cache.alloc(context).synchronize()
-        offsets = np.cumsum([0, *map(len, new)], dtype=np.uint32)
-        kv = tree.leaves(self._cache.runtime_inputs([self._contexts]))
-        inputs = (np.concatenate(new), offsets, TABLES[self.case.head_dim], *gains.values())
-        (seen,) = self._model.execute(*map(Buffer.from_numpy, inputs), *kv)
-        return np.array(seen.to_numpy())
-
-    def advance(self, counts: tuple[int, ...]) -> None:
-        """Makes so many new tokens of each sequence active, behind those that were."""
-        for context, count in zip(self._contexts, counts, strict=True):
-            for _ in range(count):
-                context.update(0)
-            self._cache.step(context)
-            context.tokens.rewind_processing(count - 1)
 
 
 TABLES = {
@@ -162,14 +111,20 @@ def projections(case: Layer) -> list[list[NDArray[np.float32]]]:
     ]
 
 
+def runner_of(case: Layer, *, ours: bool) -> CachedGraph:
+    """MAX's operations or ours."""
+    graph = case.graph(OURS if ours else MAX, POSITIONS)
+    return CachedGraph(case.kv_params, graph, sequences=len(STEPS[0]), positions=POSITIONS)
+
+
 def run(case: Layer, *, ours: bool) -> list[NDArray[Any]]:
     """What each step's tokens see."""
-    runner = Runner(case, ours=ours)
+    runner = runner_of(case, ours=ours)
     found = []
     for index, new in enumerate(projections(case)):
         if index:
             runner.advance(STEPS[index])
-        found.append(runner.step(new, gains(case)))
+        found.append(runner.step(new, TABLES[case.head_dim], *gains(case).values()))
     return found
 
 
@@ -199,7 +154,8 @@ def test_a_sequence_sees_the_same_alone() -> None:
     (prompts, *_), together = projections(case), run(case, ours=True)
     ends = np.cumsum([0, *STEPS[0]])
     for index, prompt in enumerate(prompts):
-        alone = Runner(case, ours=True).step([prompt], gains(case))
+        inputs = (TABLES[case.head_dim], *gains(case).values())
+        alone = runner_of(case, ours=True).step([prompt], *inputs)
         assert np.array_equal(alone, together[0][ends[index] : ends[index + 1]])
 
 

@@ -22,7 +22,7 @@ from attnquant.nvfp4.format import NVFP4Weight
 
 VECTORS = (0, 1, 2, 5, 8, 9, 31, 32, 33, 130)
 MANY = 32
-"""Vectors from which the arithmetic may be float32's, as in mojo/panels.mojo."""
+"""Vectors from which the arithmetic is float32's, as in mojo/panels.mojo."""
 MARGIN = 16
 
 
@@ -159,7 +159,7 @@ def test_equals_the_dequantized_matmul(multiply: Multiply, count: int) -> None:
         bound = x.shape[1] * 2.0**-24 * np.abs(x) @ np.abs(weight).T
         # Activations are rounded to half a step of their block, unless arithmetic is float32's.
         blocks = x.shape[1] // 16
-        steps = np.abs(x).reshape(count, blocks, 16).max(axis=2) / 16256
+        steps = np.abs(x).reshape(count, blocks, 16).max(axis=2) / 0x7F7F00
         sizes = np.abs(weight).reshape(len(weight), blocks, 16).sum(axis=2)
         bound += 0.51 * steps @ sizes.T
         if case.dtype == DType.bfloat16:

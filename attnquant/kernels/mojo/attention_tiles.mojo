@@ -1,9 +1,10 @@
 """The arithmetic of attention on a CPU: heads that are normalised and turned, and tiles of scores."""
 
-from std.math import exp, rsqrt
+from std.math import exp
 from std.utils.numerics import neg_inf
 
 from .int8_dot import Floats, LANES
+from .operands import Norm
 
 comptime KEYS = 64
 """Keys whose scores are held at once."""
@@ -12,22 +13,11 @@ comptime WIDE = 4 if LANES == 16 else 2
 
 
 @always_inline
-def inverse_rms[head_dim: Int](x: Pointer[Float32, _], eps: Float32) -> Float32:
-    var squares = Floats(0)
-    comptime for d in range(0, head_dim, LANES):
-        var values = x.unsafe_load[width=LANES](d)
-        squares = values.fma(values, squares)
-    return rsqrt(squares.reduce_add() / Float32(head_dim) + eps)
-
-
-@always_inline
 def rotate[
     head_dim: Int
 ](
     x: Pointer[Float32, _],
-    gain: Pointer[Float32, _],
-    gain_offset: Float32,
-    inverse: Float32,
+    norm: Norm,
     scale: Float32,
     angles: Pointer[Float32, _],
     target: Pointer[mut=True, Float32, _],
@@ -35,11 +25,12 @@ def rotate[
     """Writes a head, normalised, each element of its first half turned with one of its second."""
     comptime half = head_dim // 2
     comptime lanes = min(LANES, half)
+    var inverse = norm.inverse(x, head_dim)
     for d in range(0, half, lanes):
         var first = x.unsafe_load[width=lanes](d) * inverse
-        first *= gain.unsafe_load[width=lanes](d) + gain_offset
+        first *= norm.gains[lanes](d)
         var second = x.unsafe_load[width=lanes](half + d) * inverse
-        second *= gain.unsafe_load[width=lanes](half + d) + gain_offset
+        second *= norm.gains[lanes](half + d)
         var pairs = angles.unsafe_load[width=2 * lanes](2 * d).deinterleave()
         var cosine = rebind[SIMD[DType.float32, lanes]](pairs[0])
         var sine = rebind[SIMD[DType.float32, lanes]](pairs[1])

@@ -6,9 +6,9 @@ is summed by one core in one order: results do not depend on the number of cores
 """
 
 from std.math import ceildiv
-from max.algorithm import sync_parallelize
 
 from .codec import float32
+from .crew import Crew
 from .int8_dot import BLOCK, LANES
 from .panels import MANY, panel_matmul
 from .scale_search import Values
@@ -16,6 +16,7 @@ from .stream import ahead_of, fetch, tasks_of
 
 
 def bfloat16_matmul(
+    mut crew: Crew,
     output: Pointer[mut=True, Float32, _],
     x: Pointer[Float32, _],
     weight: Pointer[BFloat16, _],
@@ -23,9 +24,10 @@ def bfloat16_matmul(
     rows: Int,
     columns: Int,
 ):
-    """`output[i, j] = sum_k x[i, k] * W[j, k]`, all matrices contiguous and row-major.
+    """`output[i, j] = sum_k x[i, k] * W[j, k]`, contiguous and row-major, in one step.
 
     Args:
+        crew: Who does it.
         output: `[vectors, rows]`.
         x: `[vectors, columns]`.
         weight: `[rows, columns]`.
@@ -39,7 +41,7 @@ def bfloat16_matmul(
         return float32(weight.unsafe_load[width=BLOCK](row * columns + block * BLOCK))
 
     if vectors >= MANY:
-        panel_matmul(output, x, block_of, vectors, rows, columns)
+        panel_matmul(crew, output, x, block_of, vectors, rows, columns)
         return
 
     @always_inline
@@ -74,4 +76,4 @@ def bfloat16_matmul(
             if pairs < vectors:
                 tile[4, 1](row, pairs)
 
-    sync_parallelize(work, tasks)
+    crew.share(tasks, work)

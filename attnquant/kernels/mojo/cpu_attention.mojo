@@ -11,12 +11,15 @@ number of cores, nor on the other sequences of a batch.
 
 from std.math import align_up, ceildiv
 from std.utils.numerics import neg_inf
-from max.algorithm import sync_parallelize
 
-from .attention_tiles import KEYS, gather, inverse_rms, merge, rotate, scores, softmax
+from .attention_tiles import KEYS, gather, merge, rotate, scores, softmax
+from .crew import Crew
 from .int8_dot import Floats, LANES
+from .operands import Norm, inverse_rms
 from .stream import tasks_of
 
+comptime ATTENTION_STEPS = 3
+"""Of a crew."""
 comptime ROWS = 32
 """Rows of queries that meet a block of keys while it is in a core's own cache."""
 comptime SPAN = 128
@@ -34,9 +37,91 @@ comptime PART = 6
 comptime ITEM = 7
 
 
+struct Plan(Movable):
+    """How the new tokens of a batch are shared out, and what they are worked on in."""
+
+    var owners: List[Int]
+    """Each token's sequence."""
+    var items: List[Int]
+    """Tasks, `ITEM` integers each."""
+    var merges: List[Int]
+    """Tokens whose keys were cut: head, token, tokens, first part, parts."""
+    var tile: Int
+    """Tokens of a task at most."""
+    var part_size: Int
+    """Numbers that are kept of a part."""
+    var tasks: Int
+    var queries: List[Float32]
+    """`[tokens, heads, head_dim]`, as they are scored: normalised, rotated, scaled."""
+    var parts: List[Float32]
+
+    def __init__(
+        out self,
+        row_offsets: Pointer[UInt32, _],
+        cache_lengths: Pointer[UInt32, _],
+        sequences: Int,
+        heads: Int,
+        kv_heads: Int,
+        head_dim: Int,
+        window: Int,
+    ):
+        """For the arguments, see `attention`."""
+        var group = heads // kv_heads
+        var tokens = Int(row_offsets[unsafe_offset=sequences])
+        self.owners = List[Int](length=tokens, fill=0)
+        self.items = List[Int]()
+        self.merges = List[Int]()
+        self.tile = max(1, ROWS // group)
+        self.part_size = self.tile * group * (head_dim + 2)
+        var parts = 0
+        var work = 0
+        for sequence in range(sequences):
+            var begin = Int(row_offsets[unsafe_offset=sequence])
+            var count = Int(row_offsets[unsafe_offset=sequence + 1]) - begin
+            var past = Int(cache_lengths[unsafe_offset=sequence])
+            for token in range(count):
+                self.owners[begin + token] = sequence
+            for token in range(0, count, self.tile):
+                var some = min(self.tile, count - token)
+                var last = past + token + some
+                var first = max(0, past + token + 1 - window) if window > 0 else 0
+                var span = last - first
+                if count <= self.tile:
+                    span = max(SPAN, align_up(ceildiv(span, MOST_SPANS), SPAN))
+                var cuts = ceildiv(last - first, span)
+                work += some * (last - first) * heads
+                for head in range(kv_heads):
+                    for cut in range(cuts):
+                        self.items.append(sequence)
+                        self.items.append(head)
+                        self.items.append(begin + token)
+                        self.items.append(some)
+                        self.items.append(first + cut * span)
+                        self.items.append(min(first + (cut + 1) * span, last))
+                        self.items.append(parts + cut if cuts > 1 else -1)
+                    if cuts > 1:
+                        self.merges.append(head)
+                        self.merges.append(begin + token)
+                        self.merges.append(some)
+                        self.merges.append(parts)
+                        self.merges.append(cuts)
+                        parts += cuts
+        self.tasks = max(1, min(len(self.items) // ITEM, tasks_of(2 * work * head_dim)))
+        self.queries = List[Float32](length=tokens * heads * head_dim, fill=0)
+        self.parts = List[Float32](length=parts * self.part_size, fill=0)
+
+
+@always_inline
+def _shared(memory: List[Float32]) -> Pointer[Float32, MutUntrackedOrigin]:
+    """Memory of the plan, which outlives what is done by it."""
+    return memory.unsafe_ptr().unsafe_mut_cast[True]().unsafe_origin_cast[MutUntrackedOrigin]()
+
+
 def attention[
     head_dim: Int, kv_heads: Int, has_values: Bool, norms_values: Bool, window: Int
 ](
+    mut crew: Crew,
+    plan: Plan,
     output: Pointer[mut=True, Float32, _],
     projected: Pointer[Float32, _],
     row_offsets: Pointer[UInt32, _],
@@ -44,9 +129,9 @@ def attention[
     cache_lengths: Pointer[UInt32, _],
     pages: Pointer[UInt32, _],
     table: Pointer[Float32, _],
-    query_gain: Pointer[Float32, _],
-    key_gain: Pointer[Float32, _],
-    sequences: Int,
+    query_norm: Norm,
+    key_norm: Norm,
+    tokens: Int,
     heads: Int,
     page_size: Int,
     page_stride: Int,
@@ -54,11 +139,11 @@ def attention[
     values_at: Int,
     layer: Int,
     scale: Float32,
-    eps: Float32,
     value_eps: Float32,
-    gain_offset: Float32,
 ):
-    """Stores the new tokens' keys and values, and attends; a query sees itself and what precedes.
+    """Stores the new tokens' keys and values, and attends, in `ATTENTION_STEPS` steps.
+
+    A query sees itself and what precedes it.
 
     Parameters:
         head_dim: Elements of a head, a multiple of 16.
@@ -68,6 +153,8 @@ def attention[
         window: Keys that a query sees at most, its own included; 0 is all.
 
     Args:
+        crew: Who does it.
+        plan: Of the batch.
         output: `[tokens, heads, head_dim]`.
         projected: `[tokens, heads + kv_heads (+ kv_heads), head_dim]`: queries, keys, values.
         row_offsets: `[sequences + 1]`, where each sequence begins among the tokens.
@@ -75,9 +162,9 @@ def attention[
         cache_lengths: `[sequences]`, tokens that the cache holds already.
         pages: `[sequences, pages_each]`, which pages a sequence's tokens are in.
         table: `[positions, head_dim]`, cosine and sine of each pair (`rotary_table`).
-        query_gain: `[head_dim]`, of the norm over a query's head.
-        key_gain: `[head_dim]`, of the norm over a key's.
-        sequences: In the batch.
+        query_norm: Over a query's head.
+        key_norm: Over a key's.
+        tokens: New ones of all sequences.
         heads: Query heads, a multiple of `kv_heads`.
         page_size: Tokens of a page.
         page_stride: Elements from one page to the next.
@@ -85,14 +172,11 @@ def attention[
         values_at: Elements from a page's keys to its values.
         layer: Which layer of the cache.
         scale: Factor on the scores.
-        eps: Added to the mean square of queries and keys.
-        value_eps: Added to that of values.
-        gain_offset: Added to both gains.
+        value_eps: Added to the mean square of values.
     """
     comptime token_width = kv_heads * head_dim
     var group = heads // kv_heads
     var width = (heads + (2 if has_values else 1) * kv_heads) * head_dim
-    var tokens = Int(row_offsets[unsafe_offset=sequences])
 
     @always_inline
     def cached(sequence: Int, position: Int, head: Int) {imm} -> Int:
@@ -101,47 +185,8 @@ def attention[
         var at = Int(pages[unsafe_offset=sequence * pages_each + page]) * page_stride
         return at + (layer * page_size + place) * token_width + head * head_dim
 
-    # Plan: where each token belongs, and what each task does.
-    var owners = List[Int](length=tokens, fill=0)
-    var items = List[Int]()
-    var merges = List[Int]()
-    var parts = 0
-    var tile = max(1, ROWS // group)
-    for sequence in range(sequences):
-        var begin = Int(row_offsets[unsafe_offset=sequence])
-        var count = Int(row_offsets[unsafe_offset=sequence + 1]) - begin
-        var past = Int(cache_lengths[unsafe_offset=sequence])
-        for token in range(count):
-            owners[begin + token] = sequence
-        for token in range(0, count, tile):
-            var some = min(tile, count - token)
-            var last = past + token + some
-            var first = max(0, past + token + 1 - window) if window > 0 else 0
-            var span = last - first
-            if count <= tile:
-                span = max(SPAN, align_up(ceildiv(span, MOST_SPANS), SPAN))
-            var cuts = ceildiv(last - first, span)
-            for head in range(kv_heads):
-                for cut in range(cuts):
-                    items.append(sequence)
-                    items.append(head)
-                    items.append(begin + token)
-                    items.append(some)
-                    items.append(first + cut * span)
-                    items.append(min(first + (cut + 1) * span, last))
-                    items.append(parts + cut if cuts > 1 else -1)
-                if cuts > 1:
-                    merges.append(head)
-                    merges.append(begin + token)
-                    merges.append(some)
-                    merges.append(parts)
-                    merges.append(cuts)
-                    parts += cuts
-
-    # Queries as they are scored: normalised, rotated, scaled.
-    var query_memory = List[Float32](length=tokens * heads * head_dim, fill=0)
-    var queries = query_memory.unsafe_ptr()
-    var owner = owners.unsafe_ptr()
+    var owner = plan.owners.unsafe_ptr()
+    var queries, part = _shared(plan.queries), _shared(plan.parts)
 
     def prepare(token: Int) {imm}:
         var sequence = owner[unsafe_offset=token]
@@ -151,12 +196,9 @@ def attention[
         var row = projected.unsafe_offset(token * width)
         for head in range(heads):
             var at = (token * heads + head) * head_dim
-            var inverse = inverse_rms[head_dim](row.unsafe_offset(head * head_dim), eps)
             rotate[head_dim](
                 row.unsafe_offset(head * head_dim),
-                query_gain,
-                gain_offset,
-                inverse,
+                query_norm,
                 scale,
                 angles,
                 queries.unsafe_offset(at),
@@ -167,16 +209,14 @@ def attention[
             var at = cached(sequence, position, head)
             var inverse = Float32(1)
             comptime if norms_values:
-                inverse = inverse_rms[head_dim](value, value_eps)
+                inverse = inverse_rms(value, head_dim, value_eps)
             comptime for d in range(0, head_dim, LANES):
                 blocks.unsafe_store(
                     at + values_at + d, value.unsafe_load[width=LANES](d) * inverse
                 )
             rotate[head_dim](
                 key,
-                key_gain,
-                gain_offset,
-                inverse_rms[head_dim](key, eps),
+                key_norm,
                 1,
                 angles,
                 blocks.unsafe_offset(at),
@@ -188,20 +228,13 @@ def attention[
         for token in range(task, tokens, preparers):
             prepare(token)
 
-    sync_parallelize(prepare_some, preparers)
+    crew.share(preparers, prepare_some)
 
-    var rows = tile * group
-    var part_size = rows * (head_dim + 2)
-    var part_memory = List[Float32](length=parts * part_size, fill=0)
-    var part = part_memory.unsafe_ptr()
-    var item = items.unsafe_ptr()
-    var count = len(items) // ITEM
-
-    var work_size = 0
-    for i in range(count):
-        var keys = items[i * ITEM + LAST] - items[i * ITEM + FIRST]
-        work_size += items[i * ITEM + COUNT] * keys
-    var tasks = max(1, min(count, tasks_of(2 * work_size * group * head_dim)))
+    var rows = plan.tile * group
+    var part_size = plan.part_size
+    var item = plan.items.unsafe_ptr()
+    var count = len(plan.items) // ITEM
+    var tasks = plan.tasks
 
     def work(task: Int) {imm}:
         var own_queries = List[Float32](length=rows * head_dim, fill=0)
@@ -275,22 +308,23 @@ def attention[
         _ = block_scores^
         _ = states^
 
-    sync_parallelize(work, tasks)
+    crew.share(tasks, work)
 
-    for index in range(0, len(merges), 5):
-        var head, token = merges[index], merges[index + 1]
-        var first = part.unsafe_offset(merges[index + 3] * part_size)
-        for row in range(merges[index + 2] * group):
+    var merge_of = plan.merges.unsafe_ptr()
+
+    def put_together(index: Int) {imm}:
+        var at = merge_of.unsafe_offset(5 * index)
+        var head, token = at[unsafe_offset=0], at[unsafe_offset=1]
+        var first = part.unsafe_offset(at[unsafe_offset=3] * part_size)
+        for row in range(at[unsafe_offset=2] * group):
             var place, member = divmod(row, group)
             merge[head_dim](
                 first.unsafe_offset(row * (head_dim + 2)),
-                merges[index + 4],
+                at[unsafe_offset=4],
                 part_size,
                 output.unsafe_offset(
                     ((token + place) * heads + head * group + member) * head_dim
                 ),
             )
-    _ = query_memory^
-    _ = part_memory^
-    _ = owners^
-    _ = items^
+
+    crew.share(len(plan.merges) // 5, put_together)

@@ -1,181 +1,221 @@
 """`x @ W.T` on a CPU, straight from packed weights: no part of W is ever stored as a float matrix.
 
-For a few rows of `x`, they are quantized first, once per call, to 15 bits per block of 16 (see
-`int8_dot`): that is 2^-15 of the block's largest magnitude, well under what bfloat16 activations
-cost, for half as many multiplications as float32 needs. They are laid out as packets, one for each
-register of codes, with even and odd columns apart, so that the codes never have to be rearranged.
+For a few rows of `x`, they become integers first, once per call: 24 bits per block of 16, as many
+as a float32 has (see `int8_dot`), which byte products multiply in half the time. They are laid out
+as packets, one for each register of codes, with even and odd columns apart, so that the codes never
+have to be rearranged.
 
-Each core then takes rows of W and streams them through registers, four at once for one vector of
-activations (memory is what is waited for), two for four vectors (where arithmetic is). Every
-output is summed by one core in one order: results do not depend on the number of cores, nor a row
-of `x` on its neighbours. For many rows of `x`, on CPUs whose byte products are slower than float32's,
-see `panels`.
+Each core then takes rows of W and streams them through registers, four at once, with up to four
+vectors of activations. Every output is summed by one core in one order: results do not depend on the number of cores, nor a row
+of `x` on its neighbours. For many rows of `x` see `panels`; for what happens to rows before and
+after, `operands`.
 """
 
 from std.math import ceildiv
 from std.memory import bitcast
-from max.algorithm import sync_parallelize
 
+from .crew import Crew
 from .int8_dot import (
     BLOCK,
     BYTES,
     CHUNK,
     CHUNK_BLOCKS,
-    Codes,
+    DIGITS,
     Floats,
-    HAS_DOTS,
-    HIGH,
     LANES,
     MAX_ACTIVATION,
     OFFSET,
-    Sums,
+    digit,
     dot,
     expand,
     scale_pairs,
 )
+from .operands import GELU, Norm, take
 from .panels import MANY, panel_matmul
 from .scale_search import Values
 from .stream import ahead_of, fetch, tasks_of
 
-# A packet is what one register of codes meets: four planes of bytes (high even, high odd, low
-# even, low odd), the starts of its sums, and the step of each sum's block.
-comptime STARTS = 4 * BYTES
+# A packet is what one register of codes meets: six planes of bytes (high even, high odd, middle
+# even, ...), the starts of its sums, and the step of each sum's block.
+comptime STARTS = 2 * DIGITS * BYTES
 comptime STEPS = STARTS + 4 * LANES
 comptime PACKET = STEPS + 4 * LANES
 
+comptime MATMUL_STEPS = 2
+"""Of a crew."""
 comptime GROUP_BYTES = 1 << 17
 """Packets that a core works on at once, so that they stay in its second-level cache."""
+
+
+@fieldwise_init
+struct Packed(Copyable, Movable, TrivialRegisterPassable):
+    """A packed weight of one to three stacked parts, contiguous and row-major."""
+
+    var codes: Pointer[UInt8, ImmUntrackedOrigin]
+    """`[rows, columns / 2]`, low nibble first."""
+    var scales: Pointer[UInt8, ImmUntrackedOrigin]
+    """`[rows, columns / 16]`, E4M3 bytes."""
+    var global_scales: Pointer[Float32, ImmUntrackedOrigin]
+    """One for each part."""
+    var rows: Int
+    var columns: Int
+    """A multiple of 16."""
+    var bound1: Int
+    """The row at which the second part begins."""
+    var bound2: Int
+    """The row at which the third begins."""
+
+    @always_inline
+    def factor(self, row: Int) -> Float32:
+        """Of what is summed of a row: the codes count twice their value, scales 2^-8 of theirs."""
+        var part = Int(row >= self.bound1) + Int(row >= self.bound2)
+        return self.global_scales[unsafe_offset=part] * 128
+
+    @always_inline
+    def block(self, row: Int, block: Int) -> Values:
+        """The values of a block of a row."""
+        var at = row * (self.columns // BLOCK) + block
+        var byte = self.scales[unsafe_offset=at].cast[DType.uint16]()
+        var scale = bitcast[DType.float16](byte << 7).cast[DType.float32]() * self.factor(row)
+        var packed = self.codes.unsafe_load[width = BLOCK // 2](at * (BLOCK // 2))
+        var even, odd = expand(packed & 15), expand(packed >> 4)
+        var doubled = rebind[SIMD[DType.uint8, BLOCK]](even.interleave(odd))
+        return (doubled.cast[DType.int32]() - OFFSET).cast[DType.float32]() * scale
+
+
+struct Scratch(Movable):
+    """What matmuls work in, one after the other."""
+
+    var packets: List[UInt8]
+    var floats: List[Float32]
+
+    def __init__(out self, vectors: Int, columns: Int):
+        """Room for so many rows of `x`, of so many columns at most."""
+        var many = vectors >= MANY
+        var packet_row = ceildiv(columns, CHUNK) * PACKET
+        self.packets = List[UInt8](length=0 if many else vectors * packet_row, fill=0)
+        self.floats = List[Float32](length=vectors * columns, fill=0)
 
 
 def matmul[
     dtype: DType
 ](
+    mut crew: Crew,
+    packets: Pointer[mut=True, UInt8, _],
+    floats: Pointer[mut=True, Float32, _],
     output: Pointer[mut=True, Scalar[dtype], _],
     x: Pointer[Scalar[dtype], _],
-    codes: Pointer[UInt8, _],
-    scales: Pointer[UInt8, _],
-    global_scales: Pointer[Float32, _],
+    weight: Packed,
     vectors: Int,
-    rows: Int,
-    columns: Int,
-    bound1: Int,
-    bound2: Int,
+    operand: Int,
+    norm: Norm,
 ):
-    """`output[i, j] = sum_k x[i, k] * W[j, k]`, all matrices contiguous and row-major.
+    """`output[i, j] = sum_k x[i, k] * W[j, k]`, in `MATMUL_STEPS` steps.
 
     Parameters:
-        dtype: Of `x` and of `output`: float32 or bfloat16.
+        dtype: Of `x` and `output`: float32 or bfloat16.
 
     Args:
+        crew: Who does it.
+        packets: Of a `Scratch`.
+        floats: Of the same.
         output: `[vectors, rows]`.
-        x: `[vectors, columns]`.
-        codes: `[rows, columns / 2]`, low nibble first.
-        scales: `[rows, columns / 16]`, E4M3 bytes.
-        global_scales: One for each part.
+        x: `[vectors, columns]`, or twice as wide for an activation (`take`).
+        weight: W.
         vectors: Rows of `x`.
-        rows: Rows of W.
-        columns: A multiple of 16.
-        bound1: The row of W at which the second stacked part begins.
-        bound2: The row at which the third begins.
+        operand: What rows of `x` go through first (`take`).
+        norm: In which, the norm.
     """
-    if vectors >= MANY and not HAS_DOTS:
-
-        @always_inline
-        def block_of(row: Int, block: Int) {imm} -> Values:
-            var part = Int(row >= bound1) + Int(row >= bound2)
-            # As below: twice the codes' values, 2^-8 of the scale's.
-            var at = row * (columns // BLOCK) + block
-            var scale = bitcast[DType.float16](scales[unsafe_offset=at].cast[DType.uint16]() << 7)
-            var factor = scale.cast[DType.float32]() * (global_scales[unsafe_offset=part] * 128)
-            var packed = codes.unsafe_load[width = BLOCK // 2](at * (BLOCK // 2))
-            var even, odd = expand(packed & 15), expand(packed >> 4)
-            var doubled = rebind[SIMD[DType.uint8, BLOCK]](even.interleave(odd))
-            return (doubled.cast[DType.int32]() - OFFSET).cast[DType.float32]() * factor
-
-        panel_matmul(output, x, block_of, vectors, rows, columns)
-        return
-
+    var rows, columns = weight.rows, weight.columns
+    var many = vectors >= MANY
     var packet_row = ceildiv(columns, CHUNK) * PACKET
-    var scratch = List[UInt8](length=vectors * packet_row, fill=0)
-    var packets = scratch.unsafe_ptr()
+    var takers = max(1, min(vectors, tasks_of(vectors * columns * 8)))
 
-    var quantizers = max(1, min(vectors, tasks_of(vectors * columns)))
-
-    def quantize(task: Int) {imm}:
-        for i in range(task, vectors, quantizers):
+    def prepare(task: Int) {imm}:
+        for i in range(task, vectors, takers):
+            var row = floats.unsafe_offset(i * columns)
+            var width = columns if operand < GELU else 2 * columns
+            take(row, x.unsafe_offset(i * width), columns, operand, norm)
+            if many:
+                continue
+            var own = packets.unsafe_offset(i * packet_row)
+            if columns % CHUNK != 0:
+                for at in range(packet_row - PACKET, packet_row):
+                    own[unsafe_offset=at] = 0
             for block in range(columns // BLOCK):
                 var chunk, place = divmod(block, CHUNK_BLOCKS)
                 _quantize_block(
-                    x.unsafe_offset(i * columns + block * BLOCK),
-                    packets.unsafe_offset(i * packet_row + chunk * PACKET),
-                    place,
+                    row.unsafe_offset(block * BLOCK), own.unsafe_offset(chunk * PACKET), place
                 )
 
-    sync_parallelize(quantize, quantizers)
+    crew.share(takers, prepare)
+
+    if many:
+
+        @always_inline
+        def block_of(row: Int, block: Int) {imm} -> Values:
+            return weight.block(row, block)
+
+        panel_matmul(crew, output, floats, block_of, vectors, rows, columns)
+        return
 
     @always_inline
     def tile[R: Int, T: Int](row: Int, vector: Int) {imm}:
-        var sums = _tile[R, T](
-            codes,
-            scales,
-            packets.unsafe_offset(vector * packet_row),
-            row,
-            rows,
-            columns,
-        )
+        var sums = _tile[R, T](weight, packets.unsafe_offset(vector * packet_row), row)
         comptime for r in range(R):
             if row + r < rows:
-                var part = Int(row + r >= bound1) + Int(row + r >= bound2)
-                # The codes were taken twice their value, the block scales 2^-8 of theirs.
-                var factor = global_scales[unsafe_offset=part] * 128
                 comptime for t in range(T):
-                    var y = sums[r * T + t].reduce_add() * factor
+                    var y = sums[r * T + t].reduce_add() * weight.factor(row + r)
                     output[unsafe_offset=(vector + t) * rows + row + r] = y.cast[dtype]()
 
     var tasks = tasks_of(vectors * rows * columns)
     var share = ceildiv(ceildiv(rows, tasks), 4) * 4
     var group = max(4, GROUP_BYTES // max(packet_row, 1) // 4 * 4)
 
-    def work(task: Int) {imm}:
+    @always_inline
+    def four_rows[T: Int](row: Int, vector: Int) {imm}:
+        # AVX2 has 16 registers, other CPUs 32.
+        comptime R = 2 if T == 4 and LANES == 8 else 4
+        comptime for r in range(0, 4, R):
+            tile[R, T](row + r, vector)
+
+    def multiply(task: Int) {imm}:
         for first in range(0, vectors, group):
             var last = min(first + group, vectors)
             var fours = first + (last - first) // 4 * 4
+            var twos = fours + (last - fours) // 2 * 2
             for row in range(task * share, min((task + 1) * share, rows), 4):
                 for vector in range(first, fours, 4):
-                    tile[2, 4](row, vector)
-                    tile[2, 4](row + 2, vector)
-                for vector in range(fours, last):
-                    tile[4, 1](row, vector)
+                    four_rows[4](row, vector)
+                for vector in range(fours, twos, 2):
+                    four_rows[2](row, vector)
+                for vector in range(twos, last):
+                    four_rows[1](row, vector)
 
-    sync_parallelize(work, tasks)
-    _ = scratch^
+    crew.share(tasks, multiply)
 
 
 @always_inline
-def _quantize_block[
-    dtype: DType
-](x: Pointer[Scalar[dtype], _], packet: Pointer[mut=True, UInt8, _], place: Int):
+def _quantize_block(
+    x: Pointer[Float32, _], packet: Pointer[mut=True, UInt8, _], place: Int
+):
     """Writes a block of activations into place `place` of its packet.
 
     A block with a NaN or an infinity gets a step of NaN, and so does every output it meets.
     """
-    var values = x.unsafe_load[width=BLOCK]().cast[DType.float32]()
+    var values = x.unsafe_load[width=BLOCK]()
     var not_finite = (values - values).reduce_add()
     if not_finite != 0:
         values = 0
     # The floor keeps the factor finite; it takes precision from blocks below 1e-30 only.
     var largest = max(abs(values).reduce_max(), Float32(1e-30))
     var q = round(values * (Float32(MAX_ACTIVATION) / largest)).cast[DType.int32]()
-    var high = (q + HIGH // 2) >> 7
-    var low = q - (high << 7)
 
     var planes = packet.unsafe_bitcast[Int8]()
-    var high_even, high_odd = high.cast[DType.int8]().deinterleave()
-    var low_even, low_odd = low.cast[DType.int8]().deinterleave()
-    planes.unsafe_store(8 * place, high_even)
-    planes.unsafe_store(8 * place + BYTES, high_odd)
-    planes.unsafe_store(8 * place + 2 * BYTES, low_even)
-    planes.unsafe_store(8 * place + 3 * BYTES, low_odd)
+    comptime for i in range(DIGITS):
+        var even, odd = digit[i](q).deinterleave()
+        planes.unsafe_store(8 * place + 2 * i * BYTES, even)
+        planes.unsafe_store(8 * place + (2 * i + 1) * BYTES, odd)
 
     var starts = packet.unsafe_offset(STARTS).unsafe_bitcast[Int32]()
     starts[unsafe_offset=2 * place] = -OFFSET * q.slice[8]().reduce_add()
@@ -189,18 +229,13 @@ def _quantize_block[
 @always_inline
 def _tile[
     R: Int, T: Int
-](
-    codes: Pointer[UInt8, _],
-    scales: Pointer[UInt8, _],
-    packets: Pointer[UInt8, _],
-    row: Int,
-    rows: Int,
-    columns: Int,
-) -> Array[Floats, R * T]:
+](weight: Packed, packets: Pointer[UInt8, _], row: Int) -> Array[Floats, R * T]:
     """Partial sums of rows `row ... row + R - 1` with `T` vectors, in LANES parts each.
 
     Rows past the end repeat the last one; their sums mean nothing.
     """
+    var codes, scales = weight.codes, weight.scales
+    var rows, columns = weight.rows, weight.columns
     var sums = Array[Floats, R * T](fill=0)
     var chunks, rest = divmod(columns, CHUNK)
     var packet_row = ceildiv(columns, CHUNK) * PACKET
@@ -217,16 +252,12 @@ def _tile[
         var block_scales = scale_pairs(row_scales)
         comptime for t in range(T):
             var packet = packets.unsafe_offset(t * packet_row + chunk * PACKET)
-            var planes = packet.unsafe_bitcast[Int8]()
             var start = packet.unsafe_offset(STARTS).unsafe_bitcast[Int32]()
             var steps = packet.unsafe_offset(STEPS).unsafe_bitcast[Float32]()
             var product = dot(
                 even,
                 odd,
-                planes.unsafe_load[width=BYTES](0),
-                planes.unsafe_load[width=BYTES](BYTES),
-                planes.unsafe_load[width=BYTES](2 * BYTES),
-                planes.unsafe_load[width=BYTES](3 * BYTES),
+                packet.unsafe_bitcast[Int8](),
                 start.unsafe_load[width=LANES](),
             )
             sums[r * T + t] = (product.cast[DType.float32]() * block_scales).fma(

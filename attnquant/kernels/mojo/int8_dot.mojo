@@ -1,14 +1,16 @@
-"""Dot products of packed E2M1 codes with 15-bit activations, in the byte instructions of each CPU.
+"""Dot products of packed E2M1 codes with 24-bit activations, in the byte instructions of each CPU.
 
 A code stands for `v / 2` with `v` in 0 1 2 3 4 6 8 12 and their negatives: a byte shuffle turns 16
-or more codes at once into the bytes `v + 12`, which are never negative. An activation block is
-scaled to integers `q = 128 * high + low` of 15 bits, kept as two signed bytes. Then
+or more codes at once into the bytes `v + 12`, which are never negative. Activations are scaled to
+integers `q = 65536 * high + 256 * middle + low`, kept as three signed bytes. Then
 
-    sum(v * q) = 128 * sum((v + 12) * high) + sum((v + 12) * low) - 12 * sum(q)
+    sum(v * q) = sum((v + 12) * q) - 12 * sum(q)
 
-where the last term does not depend on the weight and is made once per activation. Unsigned times
-signed bytes is what x86 multiplies (`vpdpbusd`, or `vpmaddubsw` whose 16-bit sums cannot saturate
-here: 4 * 24 * 127 < 32768), and bytes below 128 may as well be signed, as Arm's `sdot` wants.
+where the last term does not depend on the weight and is made once per activation, and the first is
+one sum of byte products for each of the three. Over eight columns nothing leaves 32 bits:
+24 * 8 * 2^23 < 2^31. Unsigned times signed bytes is what x86 multiplies (`vpdpbusd`, or
+`vpmaddubsw` whose 16-bit sums cannot saturate here: 4 * 24 * 128 < 32768), and bytes below 128 may
+as well be signed, as Arm's `sdot` wants.
 """
 
 from std.memory import bitcast
@@ -22,19 +24,15 @@ comptime CHUNK = 2 * BYTES
 """Columns whose codes fill one register."""
 comptime CHUNK_BLOCKS = CHUNK // BLOCK
 
-comptime HAS_DOTS = (CompilationTarget.has_vnni() and LANES >= 8) or (
-    CompilationTarget.has_neon_int8_dotprod() and LANES == 4
-)
-"""Whether one instruction sums four products of bytes: these multiply faster than float32's."""
-
 comptime Codes = SIMD[DType.uint8, BYTES]
 comptime Activations = SIMD[DType.int8, BYTES]
 comptime Sums = SIMD[DType.int32, LANES]
 comptime Floats = SIMD[DType.float32, LANES]
 
 comptime OFFSET = 12
-comptime HIGH = 128
-comptime MAX_ACTIVATION = 127 * HIGH
+comptime DIGITS = 3
+comptime MAX_ACTIVATION = 0x7F_7F00
+"""Below the largest integer that three signed bytes hold by more than float32 rounds."""
 
 
 @always_inline
@@ -59,34 +57,43 @@ def scale_pairs(bytes: Pointer[UInt8, _]) -> Floats:
 
 
 @always_inline
-def dot(
-    even: Codes,
-    odd: Codes,
-    high_even: Activations,
-    high_odd: Activations,
-    low_even: Activations,
-    low_odd: Activations,
-    start: Sums,
-) -> Sums:
-    """`start + sum(weight * (128 * high + low))` over the four byte pairs of each sum.
+def digit[index: Int](q: SIMD[DType.int32, BLOCK]) -> SIMD[DType.int8, BLOCK]:
+    """A byte of integers up to `MAX_ACTIVATION` either way, the high one first."""
+    # Adding the offsets makes every byte unsigned, and flipping their top bits signed again.
+    var bytes = (q + 0x80_8080) ^ 0x80_8080
+    return (bytes >> Int32(8 * (DIGITS - 1 - index))).cast[DType.int8]()
+
+
+@always_inline
+def dot(even: Codes, odd: Codes, planes: Pointer[Int8, _], start: Sums) -> Sums:
+    """`start + sum((v + 12) * q)` over the eight columns of each sum.
 
     Args:
         even: Weights `v + 12` of the even columns.
         odd: Of the odd columns.
-        high_even: High bytes of the activations at the even columns.
-        high_odd: At the odd columns.
-        low_even: Low bytes at the even columns.
-        low_odd: At the odd columns.
-        start: `-12 * sum(q)` of each sum's eight columns.
+        planes: High bytes of the activations at the even columns, at the odd columns, then the
+            middle bytes, then the low ones: `[DIGITS, 2, BYTES]`.
+        start: `-12 * sum(q)` of each sum's columns.
     """
+
+    @always_inline
+    def plane[index: Int]() {imm} -> Activations:
+        return planes.unsafe_load[width=BYTES](index * BYTES)
+
     comptime if CompilationTarget.has_avx2() and not CompilationTarget.has_vnni():
-        # 16-bit sums first, so that the two slow widening steps serve even and odd at once.
-        var high = _multiply_pairs(even, high_even) + _multiply_pairs(odd, high_odd)
-        var low = _multiply_pairs(even, low_even) + _multiply_pairs(odd, low_odd)
-        return start + _add_pairs(high, HIGH) + _add_pairs(low, 1)
+        # 16-bit sums first, so that the slow widening step serves even and odd at once.
+        @always_inline
+        def pairs[digit: Int]() {imm} -> SIMD[DType.int16, 2 * LANES]:
+            return _multiply_pairs(even, plane[2 * digit]()) + _multiply_pairs(
+                odd, plane[2 * digit + 1]()
+            )
+
+        var high = _add_pairs(pairs[0](), 1) << 16
+        return start + high + _add_pairs(pairs[1](), 256) + _add_pairs(pairs[2](), 1)
     else:
-        var high = _dot4(_dot4(Sums(0), even, high_even), odd, high_odd)
-        return _dot4(_dot4(start + (high << 7), even, low_even), odd, low_odd)
+        var high = _dot4(_dot4(Sums(0), even, plane[0]()), odd, plane[1]())
+        var middle = _dot4(_dot4(high << 8, even, plane[2]()), odd, plane[3]())
+        return _dot4(_dot4(start + (middle << 8), even, plane[4]()), odd, plane[5]())
 
 
 @always_inline

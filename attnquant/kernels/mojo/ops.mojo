@@ -7,11 +7,23 @@ from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_cpu
 
 from .bfloat16_matmul import bfloat16_matmul
-from .cpu_attention import attention
 from .codec import decode, encode, largest_magnitude, squared_error
-from .cpu_matmul import matmul as cpu_matmul
+from .cpu_attention import ATTENTION_STEPS, Plan, attention
+from .cpu_layer import Norms, decoder_layer
+from .cpu_matmul import MATMUL_STEPS, Packed, Scratch, matmul as cpu_matmul
+from .crew import Crew, together
 from .gpu_matmul import matmul as gpu_matmul
+from .operands import Norm, PLAIN
 from .scale_search import BLOCK
+from .stream import cores_of
+
+
+@always_inline
+def untracked[
+    dtype: DType, //
+](pointer: Pointer[Scalar[dtype], _]) -> Pointer[Scalar[dtype], ImmUntrackedOrigin]:
+    """An input's memory, which outlives the operation."""
+    return pointer.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
 
 
 @extensibility.register("attnquant_nvfp4_matmul")
@@ -36,18 +48,25 @@ struct NVFP4Matmul:
         var vectors = x.dim_size(0)
         var rows = codes.dim_size(0)
         comptime if is_cpu[target]():
-            cpu_matmul[output.dtype](
-                output.unsafe_ptr(),
-                x.unsafe_ptr(),
-                codes.unsafe_ptr(),
-                block_scales.unsafe_ptr(),
-                global_scales.unsafe_ptr(),
-                vectors,
+            var weight = Packed(
+                untracked(codes.unsafe_ptr()),
+                untracked(block_scales.unsafe_ptr()),
+                untracked(global_scales.unsafe_ptr()),
                 rows,
                 columns,
                 bound1,
                 bound2,
             )
+            var scratch = Scratch(vectors, columns)
+            var packets, floats = scratch.packets.unsafe_ptr(), scratch.floats.unsafe_ptr()
+            var y, given = output.unsafe_ptr(), x.unsafe_ptr()
+            var none = Norm(untracked(global_scales.unsafe_ptr()), 0, 0)
+
+            def body(mut crew: Crew) {imm}:
+                cpu_matmul(crew, packets, floats, y, given, weight, vectors, PLAIN, none)
+
+            together(cores_of(vectors * rows * columns), MATMUL_STEPS, body)
+            _ = scratch^
         else:
             gpu_matmul[output.dtype, columns, bound1, bound2](
                 output.unsafe_ptr(),
@@ -71,14 +90,13 @@ struct BFloat16Matmul:
         x: InputTensor[dtype=DType.float32, rank=2, ...],
         weight: InputTensor[dtype=DType.bfloat16, rank=2, ...],
     ):
-        bfloat16_matmul(
-            output.unsafe_ptr(),
-            x.unsafe_ptr(),
-            weight.unsafe_ptr(),
-            x.dim_size(0),
-            weight.dim_size(0),
-            weight.dim_size(1),
-        )
+        var y, given, w = output.unsafe_ptr(), x.unsafe_ptr(), weight.unsafe_ptr()
+        var vectors, rows, columns = x.dim_size(0), weight.dim_size(0), weight.dim_size(1)
+
+        def body(mut crew: Crew) {imm}:
+            bfloat16_matmul(crew, y, given, w, vectors, rows, columns)
+
+        together(cores_of(vectors * rows * columns), 1, body)
 
 
 @extensibility.register("attnquant_attention")
@@ -106,32 +124,154 @@ struct Attention:
         numbers: InputTensor[dtype=DType.float32, rank=1, ...],
         layer: InputTensor[dtype=DType.uint32, rank=1, ...],
     ):
-        var page_size = blocks.dim_size(3)
-        var layer_size = page_size * kv_heads * head_dim
-        var values_at = blocks.dim_size(2) * layer_size
+        var sequences = cache_lengths.dim_size(0)
+        var heads = output.dim_size(1) // head_dim
+        var offsets, lengths = row_offsets.unsafe_ptr(), cache_lengths.unsafe_ptr()
+        var plan = Plan(offsets, lengths, sequences, heads, kv_heads, head_dim, window)
+        var seen, given, cache = output.unsafe_ptr(), projected.unsafe_ptr(), blocks.unsafe_ptr()
+        var page, angles = pages.unsafe_ptr(), table.unsafe_ptr()
+        var query_norm = Norm(untracked(query_gain.unsafe_ptr()), numbers[3], numbers[1])
+        var key_norm = Norm(untracked(key_gain.unsafe_ptr()), numbers[3], numbers[1])
+        var tokens = Int(row_offsets[sequences])
+        var values_at = blocks.dim_size(2) * blocks.dim_size(3) * kv_heads * head_dim
         # MAX says -1 where pages follow each other.
-        var stride = Int(page_stride[0])
-        attention[head_dim, kv_heads, has_values != 0, norms_values != 0, window](
+        var stride = Int(page_stride[0]) if page_stride[0] > 0 else 2 * values_at
+        var page_size, pages_each = blocks.dim_size(3), pages.dim_size(1)
+        var scale, value_eps, index = numbers[0], numbers[2], Int(layer[0])
+
+        def body(mut crew: Crew) {imm}:
+            attention[head_dim, kv_heads, has_values != 0, norms_values != 0, window](
+                crew,
+                plan,
+                seen,
+                given,
+                offsets,
+                cache,
+                lengths,
+                page,
+                angles,
+                query_norm,
+                key_norm,
+                tokens,
+                heads,
+                page_size,
+                stride,
+                pages_each,
+                values_at,
+                index,
+                scale,
+                value_eps,
+            )
+
+        together(cores_of(tokens * projected.dim_size(1) * 64), ATTENTION_STEPS, body)
+        _ = plan^
+
+
+@extensibility.register("attnquant_layer")
+struct Layer:
+    """A decoder layer on the CPU with all projections packed; see `decoder_layer`.
+
+    `numbers` are those of `attnquant_attention`; all norms of a layer share them.
+    """
+
+    @staticmethod
+    def execute[
+        head_dim: Int,
+        kv_heads: Int,
+        has_values: Int,
+        norms_values: Int,
+        window: Int,
+        activation: Int,
+        normed_after: Int,
+    ](
+        output: OutputTensor[dtype=DType.float32, rank=2, ...],
+        blocks: MutableInputTensor[dtype=DType.float32, rank=6, ...],
+        x: InputTensor[dtype=DType.float32, rank=2, ...],
+        row_offsets: InputTensor[dtype=DType.uint32, rank=1, ...],
+        cache_lengths: InputTensor[dtype=DType.uint32, rank=1, ...],
+        pages: InputTensor[dtype=DType.uint32, rank=2, ...],
+        page_stride: InputTensor[dtype=DType.int64, rank=1, ...],
+        table: InputTensor[dtype=DType.float32, rank=2, ...],
+        query_gain: InputTensor[dtype=DType.float32, rank=1, ...],
+        key_gain: InputTensor[dtype=DType.float32, rank=1, ...],
+        numbers: InputTensor[dtype=DType.float32, rank=1, ...],
+        layer: InputTensor[dtype=DType.uint32, rank=1, ...],
+        qkv_codes: InputTensor[dtype=DType.uint8, rank=2, ...],
+        qkv_scales: InputTensor[dtype=DType.uint8, rank=2, ...],
+        qkv_global: InputTensor[dtype=DType.float32, rank=1, ...],
+        o_codes: InputTensor[dtype=DType.uint8, rank=2, ...],
+        o_scales: InputTensor[dtype=DType.uint8, rank=2, ...],
+        o_global: InputTensor[dtype=DType.float32, rank=1, ...],
+        gate_up_codes: InputTensor[dtype=DType.uint8, rank=2, ...],
+        gate_up_scales: InputTensor[dtype=DType.uint8, rank=2, ...],
+        gate_up_global: InputTensor[dtype=DType.float32, rank=1, ...],
+        down_codes: InputTensor[dtype=DType.uint8, rank=2, ...],
+        down_scales: InputTensor[dtype=DType.uint8, rank=2, ...],
+        down_global: InputTensor[dtype=DType.float32, rank=1, ...],
+        before_attention: InputTensor[dtype=DType.float32, rank=1, ...],
+        after_attention: InputTensor[dtype=DType.float32, rank=1, ...],
+        before_mlp: InputTensor[dtype=DType.float32, rank=1, ...],
+        after_mlp: InputTensor[dtype=DType.float32, rank=1, ...],
+        factor: InputTensor[dtype=DType.float32, rank=1, ...],
+    ):
+        @always_inline
+        def norm(gain: InputTensor[dtype=DType.float32, rank=1, ...]) {imm} -> Norm:
+            return Norm(untracked(gain.unsafe_ptr()), numbers[3], numbers[1])
+
+        @always_inline
+        def packed(
+            codes: InputTensor[dtype=DType.uint8, rank=2, ...],
+            scales: InputTensor[dtype=DType.uint8, rank=2, ...],
+            global_scales: InputTensor[dtype=DType.float32, rank=1, ...],
+            bound1: Int,
+            bound2: Int,
+        ) {imm} -> Packed:
+            return Packed(
+                untracked(codes.unsafe_ptr()),
+                untracked(scales.unsafe_ptr()),
+                untracked(global_scales.unsafe_ptr()),
+                codes.dim_size(0),
+                2 * codes.dim_size(1),
+                bound1,
+                bound2,
+            )
+
+        var queries = 2 * o_codes.dim_size(1)
+        var inner = 2 * down_codes.dim_size(1)
+        var hidden = x.dim_size(1)
+        var values_at = blocks.dim_size(2) * blocks.dim_size(3) * kv_heads * head_dim
+        decoder_layer[head_dim, kv_heads, has_values != 0, norms_values != 0, window](
             output.unsafe_ptr(),
-            projected.unsafe_ptr(),
+            x.unsafe_ptr(),
             row_offsets.unsafe_ptr(),
             blocks.unsafe_ptr(),
             cache_lengths.unsafe_ptr(),
             pages.unsafe_ptr(),
             table.unsafe_ptr(),
-            query_gain.unsafe_ptr(),
-            key_gain.unsafe_ptr(),
+            packed(qkv_codes, qkv_scales, qkv_global, queries, queries + kv_heads * head_dim),
+            packed(o_codes, o_scales, o_global, hidden, hidden),
+            packed(gate_up_codes, gate_up_scales, gate_up_global, inner, 2 * inner),
+            packed(down_codes, down_scales, down_global, hidden, hidden),
+            Norms(
+                norm(before_attention),
+                norm(query_gain),
+                norm(key_gain),
+                norm(before_mlp),
+                normed_after != 0,
+                norm(after_attention),
+                norm(after_mlp),
+                numbers[2],
+            ),
+            activation,
+            factor[0],
             cache_lengths.dim_size(0),
-            output.dim_size(1) // head_dim,
-            page_size,
-            stride if stride > 0 else 2 * values_at,
+            blocks.dim_size(3),
+            # MAX says -1 where pages follow each other.
+            Int(page_stride[0]) if page_stride[0] > 0 else 2 * values_at,
             pages.dim_size(1),
             values_at,
             Int(layer[0]),
             numbers[0],
-            numbers[1],
-            numbers[2],
-            numbers[3],
         )
 
 

@@ -28,6 +28,11 @@ def fetch(bytes: Pointer[UInt8, _], ahead: Int):
     prefetch[options](bytes.unsafe_offset(ahead))
 
 
+def cores_of(products: Int) -> Int:
+    """How many cores so many multiplications are worth."""
+    return max(1, min(parallelism_level(None), products // TASK_PRODUCTS))
+
+
 def tasks_of(products: Int) -> Int:
     """How many tasks to cut so many multiplications into: as many for every core, or fewer."""
     var cores = parallelism_level(None)
