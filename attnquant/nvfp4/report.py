@@ -40,7 +40,7 @@ class LoadReport:
         records: one a projection.
         before: bytes per token of the unquantized model.
         after: bytes per token of the model as loaded.
-        scales: how block scales were chosen, as the setting names it.
+        scales: how block scales of what was encoded were chosen, as the setting names it.
         seconds: from the first projection to the last, wall clock.
         kept: the packed weights were kept by an earlier start, and none was encoded.
     """
@@ -82,9 +82,10 @@ class LoadReport:
             lines.append(f"worst: {worst.key.module} {worst.relative_error:.4f}")
         before, after = format_bytes(self.before), format_bytes(self.after)
         ratio = self.before / self.after
+        scales = self.scales if self._encoded else "the checkpoint's"
         lines.append(
             f"bytes per token: {before} before, {after} after ({ratio:.2f}x); "
-            f"scales: {self.scales}; {self.seconds:.1f} s"
+            f"scales: {scales}; {self.seconds:.1f} s"
             + ("; packed by an earlier start" if self.kept else "")
         )
         return "\n".join(lines)

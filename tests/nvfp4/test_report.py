@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from attnquant.nvfp4.report import LoadReport, ProjectionRecord
@@ -61,3 +63,9 @@ def test_nothing_encoded() -> None:
     assert report.mean_error is None
     assert report.worst is None
     assert "worst:" not in report.render()
+
+
+def test_a_packed_checkpoints_scales_are_its_own() -> None:
+    """No setting chose them."""
+    report = replace(REPORT, records=[record(0, "down_proj", None)])
+    assert report.render().splitlines()[-1].endswith("scales: the checkpoint's; 12.3 s")
