@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from max.pipelines.context import SamplingParams
 from max.pipelines.context.exceptions import InputError
 from max.pipelines.lib import SupportedArchitecture
 from max.pipelines.modeling.types import RequestID, TextGenerationRequest
+from transformers import AutoTokenizer
 
 import attnquant
 from attnquant.nn.tokenizer import CheckedRequests, DecoderTokenizer
@@ -96,6 +98,23 @@ def test_a_special_token_that_the_embedding_has_not(
     monkeypatch.setattr(tokenizer, "_vocab", largest)
     with pytest.raises(InputError, match=f"found token {largest} in the prompt"):
         ask(tokenizer, "the of")
+
+
+def test_what_transformers_built_its_tokenizer_from_is_not_held(
+    tokenizer: DecoderTokenizer, tiny_directory: Callable[[str], Path]
+) -> None:
+    fresh = AutoTokenizer.from_pretrained(tiny_directory(CASE))
+    assert largest_container(fresh) >= len(fresh) > largest_container(tokenizer.delegate)
+    worker = pickle.loads(pickle.dumps(tokenizer))  # as MAX's server hands it on
+    for served in (tokenizer.delegate, worker.delegate):
+        assert served.get_vocab() == fresh.get_vocab()
+        assert served.encode("the of and") == fresh.encode("the of and")
+
+
+def largest_container(tokenizer: Any) -> int:
+    """Length of the longest list or dict that a tokenizer of transformers has as an attribute."""
+    held = vars(tokenizer).values()
+    return max(len(value) for value in held if isinstance(value, list | dict))
 
 
 def test_no_architecture_lets_requests_pass_unchecked() -> None:
