@@ -53,6 +53,13 @@ def test_the_dropped_names_are_said_in_one_line() -> None:
     assert lines == ["run_max.py: ignoring MODULAR_HOME: set for another MAX installation"]
 
 
+@pytest.mark.parametrize("given", [{}, {"MALLOC_CONF": "narenas:1"}])
+def test_the_users_allocator_options_stay(given: dict[str, str]) -> None:
+    environ = dict(given)
+    run_max.release_freed_memory(environ)
+    assert environ == {"MALLOC_CONF": "dirty_decay_ms:1000"} | given
+
+
 @pytest.mark.parametrize(
     ("arguments", "accelerator", "expected"),
     [
