@@ -11,6 +11,7 @@ from max.graph import TensorType, TensorValue, ops
 from attnquant.config_values import Activation
 from attnquant.kernels import extensions
 from attnquant.kernels.attention import AttentionInputs
+from attnquant.kernels.ops import NVFP4Kernel, say_once
 
 # As in mojo/operands.mojo.
 _ACTIVATIONS: dict[Activation, int] = {"gelu_pytorch_tanh": 2, "silu": 3}
@@ -73,6 +74,7 @@ def cpu_layer(
     Raises:
         ValueError: the shapes or dtypes do not belong together, or it is not the CPU.
     """
+    say_once(NVFP4Kernel.CPU)
     qkv, output, _, _ = projections
     heads = 2 * int(output.codes.shape[1]) // inputs.kv_params.head_dim
     parameters = inputs.parameters(heads, int(qkv.codes.shape[0]))

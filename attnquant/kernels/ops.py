@@ -69,7 +69,8 @@ class NVFP4Kernel(enum.Enum):
 
 
 @cache
-def _say_once(kernel: NVFP4Kernel) -> None:
+def say_once(kernel: NVFP4Kernel) -> None:
+    """Says in the log, the first time, that a kernel runs."""
     log.info("NVFP4 projections run on %s", kernel.value)
 
 
@@ -119,7 +120,7 @@ def nvfp4_matmul(
     if not 1 <= len(part_rows) <= MAX_PARTS:
         raise ValueError(f"part_rows: found {part_rows}, expected 1 to {MAX_PARTS} parts")
 
-    _say_once(kernel)
+    say_once(kernel)
     scales = global_scales.to(device)
     if kernel.scale_dtype == DType.float8_e4m3fn:
         packed = codes.to(device), block_scales.to(device)

@@ -42,10 +42,10 @@ def test_the_device_decides(
 
 
 def test_the_log_says_once_which(caplog: pytest.LogCaptureFixture) -> None:
-    ops._say_once.cache_clear()
+    ops.say_once.cache_clear()
     with caplog.at_level(logging.INFO, LOGGER):
-        ops._say_once(NVFP4Kernel.CPU)
-        ops._say_once(NVFP4Kernel.CPU)
+        ops.say_once(NVFP4Kernel.CPU)
+        ops.say_once(NVFP4Kernel.CPU)
     assert [record.getMessage() for record in caplog.records] == [
         "NVFP4 projections run on " + NVFP4Kernel.CPU.value
     ]
