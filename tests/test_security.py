@@ -24,7 +24,7 @@ FORBIDDEN_FUNCTIONS = {"eval", "exec", "compile", "__import__"}
 FORBIDDEN_METHODS = {"unsafe_load", "extractall", "system"}
 # Where a process is started, and where the network is used.
 STARTS_PROCESSES = {"attnquant/kernels/__init__.py"}
-USES_THE_NETWORK = {"attnquant/inspect.py"}
+USES_THE_NETWORK = {"attnquant/checkpoint/hub.py"}
 NETWORK = {"huggingface_hub", "requests", "httpx", "urllib", "socket", "http", "aiohttp"}
 
 
