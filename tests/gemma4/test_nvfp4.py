@@ -19,15 +19,13 @@ from attnquant.projections import BLOCK_OF_ROLE, ProjectionKey
 from tests.checkpoint.test_nvfp4_layouts import COMPRESSED
 from tests.dequantized import dequantize
 from tests.gemma4.pipeline import Pipeline
-from tests.gemma4.test_logits import log_probabilities
+from tests.gemma4.test_logits import VISION, assert_equal
 from tests.golden.data import load_tiny, relative_error
+from tests.tiny.gemma4 import IMAGES
 
 # Of the two with one graph, the one that loads no vision tower.
 CASE = "gemma4-unified"
 PROMPTS = [prompt.tokens for prompt in load_tiny(CASE).prompts]
-# Relative, of the logits' norm; and of a log-probability. Found: 3.5e-6 and 4.3e-5 at most.
-TOLERANCE = 1e-5
-LARGEST_DIFFERENCE = 1e-4
 AT_LOAD = {"ATTNQUANT_QUANT": "nvfp4"}
 
 
@@ -37,6 +35,18 @@ def logits(directory: Path, settings: Mapping[str, str] | None = None) -> NDArra
         for name, value in (settings or {}).items():
             environment.setenv(name, value)
         return Pipeline(directory).logits(PROMPTS)
+
+
+def image_logits(directory: Path, settings: Mapping[str, str] | None = None) -> NDArray[np.float32]:
+    """`[1, vocab]`: the next-token logits of a prompt with two images."""
+    prompt = load_tiny(VISION).image
+    assert prompt is not None
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in (settings or {}).items():
+            environment.setenv(name, value)
+        pipeline = Pipeline(directory)
+    outputs = pipeline.step([pipeline.context(prompt.tokens, IMAGES)])
+    return np.array(outputs.next_token_logits.to_numpy())
 
 
 def is_mlp(key: ProjectionKey) -> bool:
@@ -53,9 +63,7 @@ def test_packed_logits_equal_the_dequantized_models(
 ) -> None:
     reference = logits(dequantize(tiny_directory(CASE), tmp_path / "reference"))
     for row, expected in zip(packed, reference, strict=True):
-        assert relative_error(row, expected) < TOLERANCE
-        difference = np.abs(log_probabilities(row) - log_probabilities(expected))
-        assert difference.max() < LARGEST_DIFFERENCE
+        assert_equal(row, expected)
     # The weights are other weights: without quantization the logits are far from these.
     dense = np.stack([prompt.last for prompt in load_tiny(CASE).prompts])
     assert relative_error(packed, dense) > 1e-2
@@ -86,6 +94,19 @@ def test_what_a_checkpoint_leaves_dense_is_quantized_at_load(
     assert np.array_equal(logits(tmp_path / "mlp", AT_LOAD), packed)
 
 
+def test_images_are_seen_by_packed_weights(
+    tiny_directory: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, exported = tiny_directory(VISION), tmp_path / "exported"
+    reference = image_logits(dequantize(source, tmp_path / "reference"))
+    packed = image_logits(source, AT_LOAD)
+    assert_equal(packed, reference)
+    export_nvfp4(source, exported, encode=encode, recipe={})
+    assert np.array_equal(image_logits(exported), packed)
+    compressed = to_compressed_tensors(exported, tmp_path / "compressed")
+    assert_equal(image_logits(compressed), reference)
+
+
 @pytest.mark.slow
 def test_attention_may_stay_dense(tiny_directory: Callable[[str], Path], tmp_path: Path) -> None:
     """NVIDIA's coverage: as such a checkpoint is, and by a setting."""
@@ -94,7 +115,7 @@ def test_attention_may_stay_dense(tiny_directory: Callable[[str], Path], tmp_pat
     found = logits(tmp_path / "mlp")
     reference = logits(dequantize(source, tmp_path / "reference", is_mlp))
     for row, expected in zip(found, reference, strict=True):
-        assert relative_error(row, expected) < TOLERANCE
+        assert_equal(row, expected)
     ignored = AT_LOAD | {"ATTNQUANT_QUANT_IGNORE": "self_attn"}
     assert np.array_equal(logits(source, ignored), found)
 
