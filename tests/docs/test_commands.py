@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import venv
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -128,12 +127,13 @@ def test_commands_do_what_is_printed(path: Path, tmp_path: Path) -> None:
         if (ROOT / name).is_file():
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, clone / name)
-    venv.create(environment, with_pip=True)
     environ: dict[str, Any] = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("ATTNQUANT_", "MODULAR_", "PYTHON", "PYTEST"))
     }
+    # pytest-xdist puts its own packages into PYTHONPATH, where ensurepip would find a pip already.
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], env=environ, check=True)
     environ["PATH"] = f"{environment / 'bin'}{os.pathsep}{environ['PATH']}"
     environ["VIRTUAL_ENV"] = str(environment)
     ran = 0
