@@ -1,14 +1,14 @@
 """`x @ W.T` on a CPU, straight from packed weights: no part of W is ever stored as a float matrix.
 
 For a few rows of `x`, they become integers first, once per call: 24 bits per block of 16, as many
-as a float32 has (see `int8_dot`), which byte products multiply in half the time. They are laid out
-as packets, one for each register of codes, with even and odd columns apart, so that the codes never
-have to be rearranged.
+as a float32 has (see `int8_dot`), so that the codes meet them as bytes and never become floats.
+They are laid out as packets, one for each register of codes, with even and odd columns apart, so
+that the codes never have to be rearranged.
 
 Each core then takes rows of W and streams them through registers, four at once, with up to four
-vectors of activations. Every output is summed by one core in one order: results do not depend on the number of cores, nor a row
-of `x` on its neighbours. For many rows of `x` see `panels`; for what happens to rows before and
-after, `operands`.
+vectors of activations. Every output is summed by one core in one order: results do not depend on
+the number of cores, nor a row of `x` on its neighbours. For many rows of `x` see `panels`; for what
+rows go through before and after, `operands`.
 """
 
 from std.math import ceildiv

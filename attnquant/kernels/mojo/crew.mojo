@@ -1,10 +1,10 @@
 """One parallel region for many steps: cores that go through the same steps together.
 
-Handing work to another core and waiting for it takes MAX some ten microseconds, as long as many of a
-decode step's matmuls do. So a core is handed a whole sequence of steps once. In each step, whoever
-is there takes its tasks one by one, and goes on when all are done. A core that comes late finds
-tasks taken and catches up, so that nobody ever waits for a core that has not started: there is
-nothing to deadlock on.
+Handing work to another core and waiting for it takes MAX some ten microseconds, as long as many of
+a decode step's matmuls do. So a core is handed a whole sequence of steps once. In each step,
+whoever is there takes its tasks one by one, and goes on when all are done. A core that comes late
+finds tasks taken and catches up, so that nobody ever waits for a core that has not started: there
+is nothing to deadlock on.
 """
 
 from std.atomic import Atomic, Ordering

@@ -2,7 +2,7 @@
 
 A panel is two registers' worth of rows of W, transposed, so that one step along the columns
 multiplies them all by one number of `x`. It stays in a core's own cache while every row of `x`
-passes by, and making it costs about what four such rows do. Arithmetic is float32's, and every
+passes by, and making it costs about what twenty such rows do. Arithmetic is float32's, and every
 output is summed by one core in one order: results do not depend on the number of cores.
 """
 
