@@ -61,8 +61,7 @@ class DecoderLayer(Module):
         """
         use_blocks(self, blocks)
         cache = (kv, row_offsets, freqs_cis, cache_layer)
-        packed = self._packed()
-        if packed is not None and x.device.is_cpu():
+        if x.device.is_cpu() and (packed := self._packed()) is not None:
             return self.in_one(x, packed, *cache)
         return self.in_parts(x, *cache)
 

@@ -13,6 +13,7 @@ comptime NORMED = 1
 comptime GELU = 2
 comptime SILU = 3
 
+
 @fieldwise_init
 struct Norm(Copyable, Movable, TrivialRegisterPassable):
     """A root mean square norm: `x / sqrt(mean(x^2) + eps) * (gain + gain_offset)`."""
@@ -25,6 +26,11 @@ struct Norm(Copyable, Movable, TrivialRegisterPassable):
     def inverse[dtype: DType](self, x: Pointer[Scalar[dtype], _], columns: Int) -> Float32:
         """What a row of a multiple of 16 columns is multiplied by, before its gains."""
         return inverse_rms(x, columns, self.eps)
+
+    @always_inline
+    def apply(self, values: Floats, inverse: Float32, column: Int) -> Floats:
+        """A row's values from a column on, given its `inverse`."""
+        return values * inverse * self.gains[LANES](column)
 
     @always_inline
     def gains[width: SIMDLength](self, column: Int) -> SIMD[DType.float32, width]:
@@ -66,7 +72,7 @@ def take[
     for k in range(0, columns, LANES):
         var values = x.unsafe_load[width=LANES](k).cast[DType.float32]()
         if kind == NORMED:
-            values = values * inverse * norm.gains[LANES](k)
+            values = norm.apply(values, inverse, k)
         elif kind != PLAIN:
             var up = x.unsafe_load[width=LANES](columns + k).cast[DType.float32]()
             values = _activated(values, kind) * up
@@ -119,7 +125,7 @@ def add(
             for k in range(0, columns, LANES):
                 var values = own.unsafe_load[width=LANES](k)
                 if normed:
-                    values = values * inverse * norm.gains[LANES](k)
+                    values = norm.apply(values, inverse, k)
                 values = (residual.unsafe_load[width=LANES](row * columns + k) + values) * factor
                 total.unsafe_store(row * columns + k, values)
 

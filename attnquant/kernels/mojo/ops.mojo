@@ -5,6 +5,7 @@ from extensibility import InputTensor, OutputTensor
 from extensibility import _MutableInputTensor as MutableInputTensor
 from max.gpu.host import DeviceContext
 from max.gpu.host.info import is_cpu
+from max.runtime.asyncrt import parallelism_level
 
 from .bfloat16_matmul import bfloat16_matmul
 from .codec import decode, encode, largest_magnitude, squared_error
@@ -163,7 +164,9 @@ struct Attention:
                 value_eps,
             )
 
-        together(cores_of(tokens * projected.dim_size(1) * 64), ATTENTION_STEPS, body)
+        # One token has little to prepare, and may have many keys to see.
+        var cores = max(plan.tasks, cores_of(tokens * projected.dim_size(1) * 16))
+        together(min(cores, parallelism_level(None)), ATTENTION_STEPS, body)
         _ = plan^
 
 
