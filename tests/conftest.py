@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,15 @@ os.environ.setdefault("ATTNQUANT_CACHE_GB", "0")
 # The same examples every time, and no clock: two busy cores are slow now and then.
 hypothesis.settings.register_profile("attnquant", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("attnquant")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before workers start, builds what MAX builds at its first import in an environment.
+
+    Two processes that import it at once build over each other, and one loads half a library.
+    """
+    if config.getoption("numprocesses", None):
+        importlib.import_module("max._kv_cache_ops")
 
 
 @pytest.fixture(scope="session")
