@@ -6,6 +6,7 @@ on vision here and keeps the embeddings in its cache. A decoding step gets embed
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -122,11 +123,23 @@ class Gemma4Model(DecoderModel):
             *packed.pool_gather_index,
             packed.max_seq_len,
         )
+        if devices[0].is_host:
+            self._encoded.append(embeddings)
         return VisionEncodeResult(embeddings=embeddings)
 
     def empty_vision_embeddings(self, devices: list[Device]) -> list[Buffer]:
         """Embeddings of no rows: always the same buffers, since every decoding step asks."""
         return self._no_embeddings
+
+    @cached_property
+    def _encoded(self) -> deque[list[Buffer]]:
+        """What was encoded last, kept from being freed.
+
+        MAX copies it into its cache, on a CPU at some later time, and holds it no longer than the
+        call; the copy then has in it what the allocator wrote into freed memory. It is made before
+        the step it belongs to, beside which MAX prepares one more, hence two.
+        """
+        return deque(maxlen=2)
 
     @cached_property
     def _no_embeddings(self) -> list[Buffer]:

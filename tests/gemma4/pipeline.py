@@ -109,6 +109,14 @@ class Pipeline:
         self._images.finalize_vision_inputs(self.model, inputs, [CPU()], encoded)
         return inputs
 
+    def encode(self, context: Gemma4Context) -> NDArray[np.float32]:
+        """`[soft tokens, hidden]`: a request's images, encoded anew, in the encoder's memory."""
+        selection, devices = [(context, context.images)], [CPU()]
+        packed = self.model.pack_vision_inputs(selection, devices)
+        encoded = self.model.vision_execute(selection, devices, packed)
+        (embeddings,) = encoded.embeddings
+        return embeddings.to_numpy()
+
     def step(self, contexts: Sequence[Gemma4Context], return_n_logits: int = 1) -> ModelOutputs:
         """Executes the next step and appends each request's best token to it."""
         outputs = self.model.execute(self.inputs(contexts, return_n_logits))
