@@ -23,12 +23,15 @@ hypothesis.settings.load_profile("attnquant")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before workers start, builds what MAX builds at its first import in an environment.
+    """What several workers need: one build, and the order of the files.
 
-    Two processes that import it at once build over each other, and one loads half a library.
+    MAX builds a library at its first import in an environment. Two processes that import it at
+    once build over each other, and one loads half of it. And pytest-xdist hands out the files with
+    most tests first; those that compile longest have few, and would be left for the end.
     """
     if config.getoption("numprocesses", None):
         importlib.import_module("max._kv_cache_ops")
+        config.option.loadscopereorder = False
 
 
 @pytest.fixture(scope="session")
