@@ -60,6 +60,23 @@ def test_the_users_allocator_options_stay(given: dict[str, str]) -> None:
     assert environ == {"MALLOC_CONF": "dirty_decay_ms:1000"} | given
 
 
+def test_timers_wait_in_processes_that_begin_later(tmp_path: Path) -> None:
+    path = Path("/proc/self/timerslack_ns")
+    if not path.exists():
+        pytest.skip("needs Linux")
+    code = (
+        "import run_max, subprocess, sys; run_max.let_timers_wait(); "
+        f"subprocess.run([sys.executable, '-c', 'print(open(\"{path}\").read())'], check=True)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=run_max.ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["1000000"]
+    # Elsewhere there is no such file, and none is made.
+    run_max.let_timers_wait(tmp_path / "none" / "timerslack_ns")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "accelerator", "expected"),
     [

@@ -175,7 +175,7 @@ def matmul[
     @always_inline
     def four_rows[T: Int](row: Int, vector: Int) {imm}:
         # AVX2 has 16 registers, other CPUs 32.
-        comptime R = 2 if T == 4 and LANES == 8 else 4
+        comptime R = 2 if LANES == 8 else 4
         comptime for r in range(0, 4, R):
             tile[R, T](row + r, vector)
 
