@@ -57,7 +57,7 @@ def test_the_dropped_names_are_said_in_one_line() -> None:
 def test_the_users_allocator_options_stay(given: dict[str, str]) -> None:
     environ = dict(given)
     run_max.release_freed_memory(environ)
-    assert environ == {"MALLOC_CONF": "dirty_decay_ms:1000"} | given
+    assert environ == {"MALLOC_CONF": "dirty_decay_ms:100,background_thread:true"} | given
 
 
 def test_timers_wait_in_processes_that_begin_later(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from attnquant.config_values import Activation, check_values
 from attnquant.decoder_shapes import DecoderShapes
 from attnquant.errors import UnsupportedError
 from attnquant.kernels.attention import HEAD_MULTIPLE
+from attnquant.nn.cache import DecoderCacheParams
 
 DEFAULT_ENCODING: SupportedEncoding = "bfloat16"
 
@@ -191,7 +192,7 @@ class DecoderConfig(ArchConfigWithStoredKVParams, ArchConfigWithKVCache):
             full_head_dim=full.head_dim,
             allow_kv_head_replication=allow_kv_head_replication,
         )
-        return MultiKVCacheParams.from_params(
+        return DecoderCacheParams.from_params(
             {kind: params for kind, params in both.children.items() if kind in of_kind}
         )
 

@@ -24,6 +24,7 @@ from max.pipelines.lib.memory_estimation import MemoryPlan
 from attnquant.kernels import extensions
 from attnquant.nn.config import DecoderConfig
 from attnquant.nn.tensors import State
+from attnquant.nn.workers import let_workers_give_way
 
 
 class DecoderModel(
@@ -70,6 +71,8 @@ class DecoderModel(
         )
         self._weights_dict: dict[str, Any] = {}
         self._models = self.load_graphs(session)
+        if self.devices[0].is_host:
+            let_workers_give_way()
 
     @property
     def model(self) -> Model:
