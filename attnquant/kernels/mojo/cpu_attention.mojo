@@ -107,8 +107,8 @@ struct Plan(Movable):
                         self.merges.append(cuts)
                         parts += cuts
         self.tasks = max(1, min(len(self.items) // ITEM, tasks_of(2 * work * head_dim)))
-        self.queries = List[Float32](length=tokens * heads * head_dim, fill=0)
-        self.parts = List[Float32](length=parts * self.part_size, fill=0)
+        self.queries = List[Float32](unsafe_uninit_length=tokens * heads * head_dim)
+        self.parts = List[Float32](unsafe_uninit_length=parts * self.part_size)
 
 
 @always_inline

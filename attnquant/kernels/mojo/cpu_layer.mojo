@@ -5,9 +5,11 @@ about as long. Here the cores are called once for a layer (see `crew`).
 """
 
 from .cpu_attention import ATTENTION_STEPS, Plan, attention
-from .cpu_matmul import MATMUL_STEPS, Packed, Scratch, matmul
+from .cpu_matmul import MATMUL_STEPS, Scratch, gated_matmul, matmul
 from .crew import Crew, together
 from .operands import NORMED, Norm, PLAIN, add
+from .packed_tiles import Packed
+from .panels import MANY
 from max.runtime.asyncrt import parallelism_level
 
 comptime STEPS = 4 * MATMUL_STEPS + ATTENTION_STEPS + 2
@@ -87,11 +89,15 @@ def decoder_layer[
     var plan = Plan(
         row_offsets, cache_lengths, sequences, heads, kv_heads, head_dim, window
     )
-    var scratch = Scratch(tokens, max(max(hidden, o.columns), down.columns))
+    # Of many tokens, only norms are stored before a matmul, and of gates only what they let through.
+    var many = tokens >= MANY
+    var taken = hidden if many else max(max(hidden, o.columns), down.columns)
+    var widest = max(qkv.rows, down.columns if many else gate_up.rows)
+    var scratch = Scratch(tokens, taken)
     var packets, floats = scratch.packets.unsafe_ptr(), scratch.floats.unsafe_ptr()
-    var wide = List[Float32](length=tokens * max(qkv.rows, gate_up.rows), fill=0)
-    var seen_by = List[Float32](length=tokens * o.columns, fill=0)
-    var narrow = List[Float32](length=tokens * hidden, fill=0)
+    var wide = List[Float32](unsafe_uninit_length=tokens * widest)
+    var seen_by = List[Float32](unsafe_uninit_length=tokens * o.columns)
+    var narrow = List[Float32](unsafe_uninit_length=tokens * hidden)
     var projected, seen, y = wide.unsafe_ptr(), seen_by.unsafe_ptr(), narrow.unsafe_ptr()
     var h = output.unsafe_origin_cast[MutUntrackedOrigin]()
 
@@ -133,8 +139,12 @@ def decoder_layer[
         var none = norms.after_attention
         project(crew, y, seen, o, PLAIN, none)
         add(crew, h, x, y, tokens, hidden, norms.normed_after, norms.after_attention, 1)
-        project(crew, projected, h, gate_up, NORMED, norms.before_mlp)
-        project(crew, y, projected, down, activation, none)
+        if many:
+            var norm = norms.before_mlp
+            gated_matmul(crew, floats, projected, h, gate_up, tokens, activation, norm)
+        else:
+            project(crew, projected, h, gate_up, NORMED, norms.before_mlp)
+        project(crew, y, projected, down, PLAIN if many else activation, none)
         add(crew, h, h, y, tokens, hidden, norms.normed_after, norms.after_mlp, factor)
 
     together(parallelism_level(None), STEPS, body)

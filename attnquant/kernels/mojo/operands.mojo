@@ -75,12 +75,14 @@ def take[
             values = norm.apply(values, inverse, k)
         elif kind != PLAIN:
             var up = x.unsafe_load[width=LANES](columns + k).cast[DType.float32]()
-            values = _activated(values, kind) * up
+            values = activated(values, kind) * up
         target.unsafe_store(k, values)
 
 
 @always_inline
-def _activated(x: Floats, kind: Int) -> Floats:
+def activated[
+    width: SIMDLength, //
+](x: SIMD[DType.float32, width], kind: Int) -> SIMD[DType.float32, width]:
     """SiLU, or GELU by its tanh (Hendrycks and Gimpel, arXiv 1606.08415).
 
     Both are `x / (1 + exp(-t))`, since `(1 + tanh(u)) / 2` is `1 / (1 + exp(-2 u))`.
@@ -88,7 +90,7 @@ def _activated(x: Floats, kind: Int) -> Floats:
     # 2 sqrt(2 / pi), and 0.044715 times that.
     comptime linear = Float32(1.5957691216057308)
     comptime cubic = Float32(0.07135481282717886)
-    var t = x if kind == SILU else x * (x * x).fma(Floats(cubic), Floats(linear))
+    var t = x if kind == SILU else x * (x * x).fma(type_of(x)(cubic), type_of(x)(linear))
     return x / (1 + exp(-t))
 
 

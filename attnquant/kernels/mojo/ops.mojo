@@ -11,10 +11,11 @@ from .bfloat16_matmul import bfloat16_matmul
 from .codec import decode, encode, largest_magnitude, squared_error
 from .cpu_attention import ATTENTION_STEPS, Plan, attention
 from .cpu_layer import Norms, decoder_layer
-from .cpu_matmul import MATMUL_STEPS, Packed, Scratch, matmul as cpu_matmul
+from .cpu_matmul import MATMUL_STEPS, Scratch, matmul as cpu_matmul
 from .crew import Crew, together
 from .gpu_matmul import matmul as gpu_matmul
 from .operands import Norm, PLAIN
+from .packed_tiles import Packed
 from .scale_search import BLOCK
 from .stream import cores_of
 
@@ -25,6 +26,24 @@ def untracked[
 ](pointer: Pointer[Scalar[dtype], _]) -> Pointer[Scalar[dtype], ImmUntrackedOrigin]:
     """An input's memory, which outlives the operation."""
     return pointer.unsafe_mut_cast[False]().unsafe_origin_cast[ImmUntrackedOrigin]()
+
+
+@always_inline
+def cache_strides(
+    blocks: MutableInputTensor[dtype=DType.float32, rank=6, ...],
+    page_stride: InputTensor[dtype=DType.int64, rank=1, ...],
+    token_width: Int,
+) -> Tuple[Int, Int]:
+    """Elements from a page of the cache to the next one, and from its keys to its values.
+
+    Args:
+        blocks: The cache, as `attention` has it.
+        page_stride: What MAX says of the first of the two.
+        token_width: Elements of a token's keys in one layer.
+    """
+    var values_at = blocks.dim_size(2) * blocks.dim_size(3) * token_width
+    # MAX says -1 where pages follow each other.
+    return Int(page_stride[0]) if page_stride[0] > 0 else 2 * values_at, values_at
 
 
 @extensibility.register("attnquant_nvfp4_matmul")
@@ -134,9 +153,7 @@ struct Attention:
         var query_norm = Norm(untracked(query_gain.unsafe_ptr()), numbers[3], numbers[1])
         var key_norm = Norm(untracked(key_gain.unsafe_ptr()), numbers[3], numbers[1])
         var tokens = Int(row_offsets[sequences])
-        var values_at = blocks.dim_size(2) * blocks.dim_size(3) * kv_heads * head_dim
-        # MAX says -1 where pages follow each other.
-        var stride = Int(page_stride[0]) if page_stride[0] > 0 else 2 * values_at
+        var stride, values_at = cache_strides(blocks, page_stride, kv_heads * head_dim)
         var page_size, pages_each = blocks.dim_size(3), pages.dim_size(1)
         var scale, value_eps, index = numbers[0], numbers[2], Int(layer[0])
 
@@ -242,7 +259,7 @@ struct Layer:
         var queries = 2 * o_codes.dim_size(1)
         var inner = 2 * down_codes.dim_size(1)
         var hidden = x.dim_size(1)
-        var values_at = blocks.dim_size(2) * blocks.dim_size(3) * kv_heads * head_dim
+        var stride, values_at = cache_strides(blocks, page_stride, kv_heads * head_dim)
         decoder_layer[head_dim, kv_heads, has_values != 0, norms_values != 0, window](
             output.unsafe_ptr(),
             x.unsafe_ptr(),
@@ -269,8 +286,7 @@ struct Layer:
             factor[0],
             cache_lengths.dim_size(0),
             blocks.dim_size(3),
-            # MAX says -1 where pages follow each other.
-            Int(page_stride[0]) if page_stride[0] > 0 else 2 * values_at,
+            stride,
             pages.dim_size(1),
             values_at,
             Int(layer[0]),

@@ -11,6 +11,7 @@ from max.runtime.asyncrt import parallelism_level
 
 from .crew import Crew
 from .int8_dot import BLOCK, LANES
+from .operands import activated
 from .scale_search import Values
 
 comptime PANEL_ROWS = max(BLOCK, 2 * LANES)
@@ -50,39 +51,116 @@ def panel_matmul[
         rows: Rows of W.
         columns: A multiple of 16.
     """
-    var panels = ceildiv(rows, PANEL_ROWS)
-    var tasks = min(panels, 4 * parallelism_level(None))
+
+    @always_inline
+    def row_block(row: Int, block: Int) {imm} -> Values:
+        # Rows past the end repeat the last one; their products are dropped.
+        return block_of(min(row, rows - 1), block)
+
+    @always_inline
+    def keep(vector: Int, row: Int, sums: Column) {imm}:
+        var y = sums.cast[dtype]()
+        if row + PANEL_ROWS <= rows:
+            output.unsafe_store(vector * rows + row, y)
+        else:
+            for r in range(rows - row):
+                output[unsafe_offset=vector * rows + row + r] = y[r]
+
+    panels(crew, x, row_block, keep, vectors, ceildiv(rows, PANEL_ROWS), columns)
+
+
+def gated_panel_matmul[
+    BlockOf: def(Int, Int) -> Values
+](
+    mut crew: Crew,
+    output: Pointer[mut=True, Float32, _],
+    x: Pointer[Float32, _],
+    block_of: BlockOf,
+    activation: Int,
+    vectors: Int,
+    rows: Int,
+    columns: Int,
+):
+    """`output = activation(x @ G.T) * (x @ U.T)` of a weight that is G and U stacked, in one step.
+
+    A panel is half of rows of G and half of the same rows of U, so that neither product is stored.
+
+    Parameters:
+        BlockOf: The type of `block_of`.
+
+    Args:
+        crew: Who does it.
+        output: `[vectors, rows]`.
+        x: `[vectors, columns]`.
+        block_of: Given a row of the stacked weight and a block in it, the block's values.
+        activation: `GELU` or `SILU`.
+        vectors: Rows of `x`, `MANY` or more.
+        rows: Rows of G, and of U, a multiple of 16.
+        columns: A multiple of 16.
+    """
+    comptime half = PANEL_ROWS // 2
+
+    @always_inline
+    def row_block(row: Int, block: Int) {imm} -> Values:
+        var pair, place = divmod(row, PANEL_ROWS)
+        var part, member = divmod(place, half)
+        return block_of(part * rows + pair * half + member, block)
+
+    @always_inline
+    def keep(vector: Int, row: Int, sums: Column) {imm}:
+        var gate, up = sums.slice[half](), sums.slice[half, offset=half]()
+        output.unsafe_store(vector * rows + row // 2, activated(gate, activation) * up)
+
+    panels(crew, x, row_block, keep, vectors, rows // half, columns)
+
+
+def panels[
+    BlockOf: def(Int, Int) -> Values, Keep: def(Int, Int, Column) -> None
+](
+    mut crew: Crew,
+    x: Pointer[Float32, _],
+    block_of: BlockOf,
+    keep: Keep,
+    vectors: Int,
+    count: Int,
+    columns: Int,
+):
+    """Multiplies every panel with every row of `x`, in one step.
+
+    Parameters:
+        BlockOf: The type of `block_of`.
+        Keep: The type of `keep`.
+
+    Args:
+        crew: Who does it.
+        x: `[vectors, columns]`.
+        block_of: Given a row, counted over the panels, and a block in it, the block's values.
+        keep: Given a row of `x`, a panel's first row and their products, takes these. The products
+            of some rows of `x` come twice, and are the same.
+        vectors: Rows of `x`, `MANY` or more.
+        count: How many panels.
+        columns: A multiple of 16.
+    """
+    var tasks = min(count, 4 * parallelism_level(None))
 
     def work(task: Int) {imm}:
-        var memory = List[Float32](length=columns * PANEL_ROWS, fill=0)
+        var memory = List[Float32](unsafe_uninit_length=columns * PANEL_ROWS)
         var panel = memory.unsafe_ptr()
-
-        @always_inline
-        def tile(row: Int, vector: Int) {imm}:
-            var sums = _tile(x.unsafe_offset(vector * columns), panel, columns)
-            comptime for t in range(TALL):
-                var at = (vector + t) * rows + row
-                var y = sums[t].cast[dtype]()
-                if row + PANEL_ROWS <= rows:
-                    output.unsafe_store(at, y)
-                else:
-                    for r in range(rows - row):
-                        output[unsafe_offset=at + r] = y[r]
-
-        for index in range(task, panels, tasks):
+        for index in range(task, count, tasks):
             var row = index * PANEL_ROWS
             for block in range(columns // BLOCK):
                 comptime for first in range(0, PANEL_ROWS, BLOCK):
                     var parts = Array[Values, BLOCK](fill=0)
                     comptime for r in range(BLOCK):
-                        # Rows past the end repeat the last one; their products are dropped.
-                        parts[r] = block_of(min(row + first + r, rows - 1), block)
+                        parts[r] = block_of(row + first + r, block)
                     _store_transposed(
                         parts, panel.unsafe_offset(block * BLOCK * PANEL_ROWS + first)
                     )
-            for vector in range(0, vectors, TALL):
-                # The last tile may repeat rows of the one before it, to the same results.
-                tile(row, min(vector, vectors - TALL))
+            for start in range(0, vectors, TALL):
+                var vector = min(start, vectors - TALL)
+                var sums = _tile(x.unsafe_offset(vector * columns), panel, columns)
+                comptime for t in range(TALL):
+                    keep(vector + t, row, sums[t])
         _ = memory^
 
     crew.share(tasks, work)
