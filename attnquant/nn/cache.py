@@ -54,7 +54,7 @@ def give_back_zeros(buffer: Buffer) -> int:
     """
     given = 0
     if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
+        libc = ctypes.CDLL(None)
         libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         low, high = byte_bounds(buffer.to_numpy())
         first = -(-low // mmap.PAGESIZE) * mmap.PAGESIZE

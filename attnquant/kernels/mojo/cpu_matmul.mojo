@@ -12,7 +12,7 @@ from std.math import ceildiv
 from .crew import Crew
 from .int8_dot import BLOCK, CHUNK, CHUNK_BLOCKS
 from .operands import GELU, Norm, NORMED, PLAIN, take
-from .packed_tiles import PACKET, ROWS, Packed, Shape, quantize_block, tile
+from .packed_tiles import PACKET, ROWS, Packed, Shape, packet_bytes, quantize_block, tile
 from .panels import MANY, gated_panel_matmul, panel_matmul
 from .scale_search import Values
 from .stream import tasks_of
@@ -32,8 +32,8 @@ struct Scratch(Movable):
     def __init__(out self, vectors: Int, columns: Int):
         """Room for so many rows of `x`, of so many columns at most."""
         var many = vectors >= MANY
-        var packet_row = ceildiv(columns, CHUNK) * PACKET
-        self.packets = List[UInt8](unsafe_uninit_length=0 if many else vectors * packet_row)
+        var packets = 0 if many else vectors * packet_bytes(columns)
+        self.packets = List[UInt8](unsafe_uninit_length=packets)
         self.floats = List[Float32](unsafe_uninit_length=vectors * columns)
 
 
@@ -82,7 +82,8 @@ def matmul[
         panel_matmul(crew, output, floats, block_of, vectors, rows, columns)
         return
 
-    var packet_row = ceildiv(columns, CHUNK) * PACKET
+    var shape = Shape(rows, columns)
+    var packet_row = shape.packet_row
     var takers = _takers(vectors, columns)
 
     def prepare(task: Int) {imm}:
@@ -101,8 +102,6 @@ def matmul[
                 )
 
     crew.share(takers, prepare)
-
-    var shape = Shape(rows, columns)
 
     @always_inline
     def some[T: Int](row: Int, vector: Int) {imm}:

@@ -38,7 +38,6 @@ comptime ROWS = 2 if LANES == 8 else 4
 comptime Rows = SIMD[DType.float32, ROWS]
 
 
-
 @fieldwise_init
 struct Packed(Copyable, Movable, TrivialRegisterPassable):
     """A packed weight of one to three stacked parts, contiguous and row-major."""
@@ -60,18 +59,18 @@ struct Packed(Copyable, Movable, TrivialRegisterPassable):
     @always_inline
     def factor(self, row: Int) -> Float32:
         """Of what is summed of a row: the codes count twice their value, scales 2^-8 of theirs."""
-        var part = Int(row >= self.bound1) + Int(row >= self.bound2)
-        return self.global_scales[unsafe_offset=part] * 128
+        return self.global_scales[unsafe_offset=self.part(row)] * 128
+
+    @always_inline
+    def part(self, row: Int) -> Int:
+        """The part that a row is of."""
+        return Int(row >= self.bound1) + Int(row >= self.bound2)
 
     @always_inline
     def factors(self, row: Int) -> Rows:
         """`factor` of as many rows as a tile has; past the end, the last one's."""
-        var first = self.factor(row)
-        var result = Rows(first)
-        var next = row + ROWS
-        if (row < self.bound1) != (next <= self.bound1) or (row < self.bound2) != (
-            next <= self.bound2
-        ):
+        var result = Rows(self.factor(row))
+        if self.part(row) != self.part(row + ROWS - 1):
             comptime for r in range(1, ROWS):
                 result[r] = self.factor(min(row + r, self.rows - 1))
         return result
@@ -86,6 +85,12 @@ struct Packed(Copyable, Movable, TrivialRegisterPassable):
         var even, odd = expand(packed & 15), expand(packed >> 4)
         var doubled = rebind[SIMD[DType.uint8, BLOCK]](even.interleave(odd))
         return (doubled.cast[DType.int32]() - OFFSET).cast[DType.float32]() * scale
+
+
+@always_inline
+def packet_bytes(columns: Int) -> Int:
+    """Of a vector's packets."""
+    return ceildiv(columns, CHUNK) * PACKET
 
 
 @always_inline
@@ -133,14 +138,16 @@ struct Shape(Copyable, Movable, TrivialRegisterPassable):
     var scale_bytes: Int
     """Of a row."""
     var packet_row: Int
+    """Bytes of a vector's packets."""
     var ahead: Int
+    """How far ahead to fetch codes, in bytes."""
 
     def __init__(out self, rows: Int, columns: Int):
         self.last = rows - 1
         self.chunks, self.rest = divmod(columns, CHUNK)
         self.code_bytes = columns // 2
         self.scale_bytes = columns // BLOCK
-        self.packet_row = ceildiv(columns, CHUNK) * PACKET
+        self.packet_row = packet_bytes(columns)
         self.ahead = ahead_of(ROWS * columns // 2)
 
 
